@@ -122,10 +122,13 @@ def _weights(
     log_ratio_M: Tensor, counts_S: Tensor, config: RolloutCorrectionConfig
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """(weights of tokens [M], bool [M]: outside of the bounds, the sums over units of ``CorrectionSums`` by name)."""
-    present_S, of_responses = counts_S > 0, LEVELS[config.level]
-    units_S, log_ratio_U = counts_S, log_ratio_M
+    present_S = counts_S > 0
+    of_responses = LEVELS[config.level]
+    units_S = counts_S
+    log_ratio_U = log_ratio_M
     if of_responses is not None:
-        units_S, log_ratio_U = present_S.long(), of_responses(log_ratio_M, counts_S)[present_S]
+        units_S = present_S.long()
+        log_ratio_U = of_responses(log_ratio_M, counts_S)[present_S]
     ratio_U = log_ratio_U.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     inside_U = ~ratio_U.isnan()
     if config.mode is not CorrectionMode.truncate:
@@ -143,10 +146,12 @@ def _weights(
         "weights_S": sequence_sums(weight_U, units_S),
         "weighed_S": sequence_sums(weighed_U, units_S),
     }
-    weight_M, inside_M = weight_U, inside_U
+    weight_M = weight_U
+    inside_M = inside_U
     if of_responses is not None:
         lengths = counts_S[present_S].tolist()
-        weight_M, inside_M = at_tokens(weight_U, lengths), at_tokens(inside_U, lengths)
+        weight_M = at_tokens(weight_U, lengths)
+        inside_M = at_tokens(inside_U, lengths)
     return weight_M, ~inside_M, of_units
 
 
@@ -222,7 +227,8 @@ def mean_weight(sums: CorrectionSums, config: RolloutCorrectionConfig) -> float:
     It is the mean of the weights after truncation, over tokens or responses as ``level`` has it.  Weights that ``zero``
     set to 0 count; tokens that ``mask`` removed do not.  Rejection does not affect it, as in verl.
     """
-    total, count = float(sums.weights_S.sum()), float(sums.weighed_S.sum())
+    total = float(sums.weights_S.sum())
+    count = float(sums.weighed_S.sum())
     return total / count if config.batch_normalize and total > 0 else 1.0
 
 
@@ -239,8 +245,10 @@ def correction_metrics(sums: CorrectionSums, config: RolloutCorrectionConfig, *,
     With ``weighs`` ``rollout/truncated_share``, the share of these ratios above ``upper``.  With ``weighs`` or a
     rejection ``rollout/masked_share``, the share of trained tokens that are not in the loss.
     """
-    count, units = max(float(sums.counts_S.sum()), 1.0), max(float(sums.units_S.sum()), 1.0)
-    total, squares = float(sums.ratios_S.sum()), float(sums.squares_S.sum())
+    count = max(float(sums.counts_S.sum()), 1.0)
+    units = max(float(sums.units_S.sum()), 1.0)
+    total = float(sums.ratios_S.sum())
+    squares = float(sums.squares_S.sum())
     metrics = {
         "rollout/logprob_diff_mean": float(sums.differences_S.sum()) / count,
         "rollout/logprob_diff_max": float(sums.highest_S.max()),

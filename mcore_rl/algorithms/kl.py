@@ -18,7 +18,8 @@ from mcore_rl.config.algorithm import KlControl, KlControlConfig, KlPenalty, KlU
 
 KlEstimate = Callable[[Tensor, Tensor], Tensor]  # (log-probs, reference log-probs) -> nats, elementwise
 MAX_LOG_RATIO = 10.0  # up to a ratio of 22026, k3 is exact
-VERL_MAX_LOG_RATIO, VERL_MAX_K3 = 20.0, 10.0
+VERL_MAX_LOG_RATIO = 20.0
+VERL_MAX_K3 = 10.0
 MAX_ADAPTIVE_ERROR = 0.2  # arXiv:1909.08593, section 2.2
 
 

@@ -17,7 +17,8 @@ from mcore_rl.config.algorithms.prime import ProcessRewardConfig
 from mcore_rl.config.stages import OUTCOME
 from mcore_rl.types import LossInputs, LossSums
 
-_RIGHT, _COUNT = "right", "count"
+_RIGHT = "right"
+_COUNT = "count"
 
 
 @dataclass(frozen=True)

@@ -91,11 +91,13 @@ class ActorLoss(RoleLoss):
         Needs advantages; old log-probs if the policy loss does; with ``use_kl_loss`` reference log-probs, or with
         ``with_full_kl`` the KL itself; with ``with_entropy`` entropies.
         """
-        config, inputs = self.config, trained_rows(inputs)
+        config = self.config
+        inputs = trained_rows(inputs)
         assert inputs.logprobs_N is not None, "an actor's forward pass makes log-probs"
         losses: TokenLosses = algorithm_registry.policy_loss(config.loss_mode).load()(inputs, config)
         policy_N = losses.loss_N if inputs.weights_N is None else losses.loss_N * inputs.weights_N
-        loss_N, per_token = policy_N, {"actor/policy_loss": policy_N}
+        loss_N = policy_N
+        per_token = {"actor/policy_loss": policy_N}
 
         if inputs.entropy_N is not None:
             per_token["actor/entropy"] = inputs.entropy_N
@@ -109,7 +111,8 @@ class ActorLoss(RoleLoss):
         maxima = _extremes(inputs)
         if self.teacher is not None:
             assert inputs.divergence_N is not None, "the divergence is the engine's to compute (train_step's distill)"
-            name, divergence_N = f"distill/{self.teacher.divergence.value}", inputs.divergence_N
+            name = f"distill/{self.teacher.divergence.value}"
+            divergence_N = inputs.divergence_N
             loss_N = loss_N + self.teacher.coef * divergence_N
             per_token[name] = divergence_N
             maxima[f"{name}_max"] = divergence_N.detach().masked_fill(~inputs.mask_N, -torch.inf).amax()
@@ -128,7 +131,8 @@ class ActorLoss(RoleLoss):
         of_tokens |= {name: sums.mean(name) for name in sorted(own)}
         of_tokens["actor/ratio_first"] = sums.mean("actor/ratio", first=True)
         metrics = {key: value for key, value in of_tokens.items() if value is not None}
-        rise, fall = sums.largest("actor/log_ratio_rise"), sums.largest("actor/log_ratio_fall")
+        rise = sums.largest("actor/log_ratio_rise")
+        fall = sums.largest("actor/log_ratio_fall")
         if rise is not None and fall is not None:
             metrics |= {"actor/ratio_max": exp(rise), "actor/ratio_min": exp(-fall)}
         if self.teacher is not None:

@@ -24,7 +24,9 @@ from mcore_rl.config.prefer import PreferredConfig
 from mcore_rl.config.preference import PreferenceConfig
 from mcore_rl.types import LossInputs, LossSums
 
-MARGIN, WEIGHT, LABEL = "margin_S", "weight_S", "label_S"
+MARGIN = "margin_S"
+WEIGHT = "weight_S"
+LABEL = "label_S"
 PREFIX = "pairs/"  # of the metrics of pairs that a run draws itself
 
 
@@ -61,9 +63,11 @@ class PreferencesLoss(RoleLoss):
         return (loss_P * share_S[inputs.pairs_P2[:, 0]]).sum(), metrics
 
     def _of_responses(self, inputs: LossInputs, share_S: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        label_S, weight_S = inputs.extra_S[LABEL].to(share_S.dtype), inputs.extra_S.get(WEIGHT)
+        label_S = inputs.extra_S[LABEL].to(share_S.dtype)
+        weight_S = inputs.extra_S.get(WEIGHT)
         there_S = torch.arange(len(label_S), device=label_S.device)  # an empty microbatch has sums, of nothing
-        responses, share_S = responses_of(inputs).chosen(there_S), share_S[there_S]
+        responses = responses_of(inputs).chosen(there_S)
+        share_S = share_S[there_S]
         loss_S = kto(responses, label_S, self.kl, self.config)
         weighed_S = loss_S if weight_S is None else loss_S * weight_S.to(share_S.dtype)
         metrics = _metrics("chosen", responses, share_S * label_S, self.config)
@@ -100,8 +104,11 @@ def losses_of_pairs(inputs: LossInputs, config: PreferenceConfig, share_S: Tenso
     """
     assert inputs.pairs_P2 is not None, "a loss of pairs needs pairs"
     responses, (first_P, second_P) = responses_of(inputs), inputs.pairs_P2.unbind(1)
-    chosen, rejected, share_P = responses.chosen(first_P), responses.chosen(second_P), share_S[first_P]
-    margin_S, weight_S = inputs.extra_S.get(MARGIN), inputs.extra_S.get(WEIGHT)
+    chosen = responses.chosen(first_P)
+    rejected = responses.chosen(second_P)
+    share_P = share_S[first_P]
+    margin_S = inputs.extra_S.get(MARGIN)
+    weight_S = inputs.extra_S.get(WEIGHT)
     margin_P = torch.zeros_like(share_P) if margin_S is None else margin_S[first_P].to(share_P.dtype)
     loss_P = pair_losses(chosen, rejected, margin_P, config)
     weighed_P = loss_P if weight_S is None else loss_P * weight_S[first_P].to(share_P.dtype)

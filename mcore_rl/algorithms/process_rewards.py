@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from mcore_rl.algorithms.step_batch import StepBatch
     from mcore_rl.config.run import RunConfig
 
-LOGPROBS, REF_LOGPROBS = "process_logprobs_T", "process_ref_logprobs_T"
+LOGPROBS = "process_logprobs_T"
+REF_LOGPROBS = "process_ref_logprobs_T"
 EPSILON = 1e-6  # added to the largest return, as in PRIME's code
 
 
@@ -123,9 +124,12 @@ def centred(
 def compare(values: Mapping[str, Any], groups: StepBatch, run: RunConfig) -> tuple[dict[str, Any], dict[str, float]]:
     """The stage of the controller: what is subtracted from the rewards of each response, and metrics."""
     assert groups.sample_S is None, "preparation has refused programs"
-    algorithm, config, stats = run.algorithm, run.role_config(PROCESS_REWARD), values["process_stats"]
+    algorithm = run.algorithm
+    config = run.role_config(PROCESS_REWARD)
+    stats = values["process_stats"]
     assert isinstance(config, ProcessRewardConfig) and isinstance(algorithm, PrimeConfig)
-    beta, outcomes = config.beta, groups.outcomes
+    beta = config.beta
+    outcomes = groups.outcomes
     member_S = torch.ones_like(outcomes.truncated_S)
     if algorithm.mask_truncated and not algorithm.masked_in_baseline:
         member_S = ~outcomes.truncated_S

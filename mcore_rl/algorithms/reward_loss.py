@@ -51,9 +51,11 @@ class ScoresLoss(RoleLoss):
         assert inputs.values_N is not None, "a reward model's forward pass makes values"
         if STEP_LABEL_N in inputs.extra_N:
             return self._of_steps(inputs)
-        score_S, share_S = inputs.sequence_sums(inputs.values_N), inputs.own_shares(inputs.values_N.dtype)
+        score_S = inputs.sequence_sums(inputs.values_N)
+        share_S = inputs.own_shares(inputs.values_N.dtype)
         extra_S = {name: x_S.to(score_S.dtype) for name, x_S in inputs.extra_S.items()}
-        first_S, second_S = torch.arange(inputs.num_sequences, device=score_S.device), None
+        first_S = torch.arange(inputs.num_sequences, device=score_S.device)
+        second_S = None
         if self.with_pairs:
             assert inputs.pairs_P2 is not None, "a loss of pairs needs pairs"
             first_S, second_S = inputs.pairs_P2.unbind(1)
@@ -63,7 +65,8 @@ class ScoresLoss(RoleLoss):
 
     def _of_steps(self, inputs: LossInputs) -> LossSums:
         assert inputs.values_N is not None
-        value_N, row_N = inputs.values_N, torch.arange(len(inputs.values_N), device=inputs.values_N.device)
+        value_N = inputs.values_N
+        row_N = torch.arange(len(inputs.values_N), device=inputs.values_N.device)
         extra_N = {LABEL: inputs.extra_N[STEP_LABEL_N].to(value_N.dtype)}
         if WEIGHT in inputs.extra_S and inputs.num_sequences:  # an empty microbatch has padding alone
             extra_N[WEIGHT] = inputs.expand(inputs.extra_S[WEIGHT].to(value_N.dtype))
@@ -86,7 +89,8 @@ def losses(
     numbers and None.  extra_S: ``margin_S`` and ``weight_S``, if they are not 0 and 1, and ``label_S`` of answers.
     The formulas and their papers are in ``config/reward_loss.py``.
     """
-    chosen_U, nothing_U = score_S[first_U], torch.zeros_like(score_S[first_U])
+    chosen_U = score_S[first_U]
+    nothing_U = torch.zeros_like(score_S[first_U])
     match config.loss:
         case RewardLoss.bradley_terry:
             assert second_U is not None, "it compares the answers of pairs"
@@ -118,7 +122,8 @@ def score_sums(
     sign of the score says; equal ones and scores of 0 count half.  Of pairs ``chosen_score`` and ``rejected_score``, of
     answers ``score``.
     """
-    share_U, own_U = share_S[first_U], score_S[first_U]
+    share_U = share_S[first_U]
+    own_U = score_S[first_U]
     sums = {"count": share_U.sum()}
     if second_U is not None:
         other_U = score_S[second_U]
@@ -154,6 +159,7 @@ def pair_calibration_error(difference_P: Tensor) -> float:
 
 def correlation(score_N: Tensor, label_N: Tensor) -> float:
     """Pearson's correlation of scores and labels; 0 where either does not vary."""
-    score_N, label_N = score_N - score_N.mean(), label_N - label_N.mean()
+    score_N = score_N - score_N.mean()
+    label_N = label_N - label_N.mean()
     spread = float(score_N.norm() * label_N.norm())
     return float(score_N @ label_N) / spread if spread else 0.0

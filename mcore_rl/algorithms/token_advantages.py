@@ -115,7 +115,8 @@ def compute_advantages(
     assert batch.rollout_logprobs_T is not None
     bypassed_T = batch.rollout_logprobs_T if algorithm.off_policy is OffPolicy.bypass else None
     old_T = batch.old_logprobs_T if bypassed_T is None else bypassed_T
-    kl_T, process_T = None, batch.turn_rewards_T
+    kl_T = None
+    process_T = batch.turn_rewards_T
     if algorithm.use_kl_in_reward:
         assert old_T is not None and batch.ref_logprobs_T is not None, "the KL in the reward needs both"
         kl_T = PENALTIES[algorithm.kl_penalty](old_T, batch.ref_logprobs_T).masked_fill_(~batch.mask_T, 0)
@@ -133,9 +134,11 @@ def compute_advantages(
         greedy_S=outcomes.greedy_S,
     )
     raw = token_advantages(inputs, algorithm)
-    trained, counts_S = inputs.trained, inputs.counts_S
+    trained = inputs.trained
+    counts_S = inputs.counts_S
     if counted_T is not inputs.mask_T:
-        trained, counts_S = Trained(counted_T), sequence_counts(counted_T, batch.lengths_S)
+        trained = Trained(counted_T)
+        counts_S = sequence_counts(counted_T, batch.lengths_S)
     correction = _corrected(batch, trained, algorithm)
     mask_T = trained.mask_T if correction is None else correction.mask_T
     raw_T, returns_T = (None, None) if raw is None else (raw.advantages_T, raw.returns_T)
@@ -196,7 +199,9 @@ def _to_teacher(batch: TrainBatch, old_T: Tensor | None) -> Tensor:
 
 def _corrected(batch: TrainBatch, trained: Trained, algorithm: AlgorithmConfig) -> Correction | None:
     """None without the trainer's log-probs."""
-    old_T, drawn_T, config = batch.old_logprobs_T, batch.rollout_logprobs_T, algorithm.rollout_correction
+    old_T = batch.old_logprobs_T
+    drawn_T = batch.rollout_logprobs_T
+    config = algorithm.rollout_correction
     if old_T is None or drawn_T is None:
         return None
     drawn = drawn_tokens(trained, drawn_T)

@@ -27,7 +27,8 @@ class CriticLoss(RoleLoss):
 
     def __call__(self, inputs: LossInputs) -> LossSums:
         """The sums over this rank's rows.  Needs returns, and old values if ``cliprange_value`` is not 0."""
-        inputs, limit = trained_rows(inputs), self.config.cliprange_value
+        inputs = trained_rows(inputs)
+        limit = self.config.cliprange_value
         assert inputs.values_N is not None and inputs.returns_N is not None, "a critic's loss needs values and returns"
         errors_N = inputs.values_N - inputs.returns_N
         loss_N = 0.5 * errors_N.square()

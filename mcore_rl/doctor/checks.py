@@ -133,7 +133,8 @@ def judged(
     check: str, value: float, unit: str, expected: ExpectedRate, remedy: str, *, key: str, where: str = ""
 ) -> Diagnosis:
     """The diagnosis of a measured rate, the more the better.  key: its name among ``Diagnosis.numbers``."""
-    measured, numbers = f"{value:,.4g} {unit}{where}", {key: value}
+    measured = f"{value:,.4g} {unit}{where}"
+    numbers = {key: value}
     if expected.value is None:
         return Diagnosis(
             check=check,
@@ -142,7 +143,8 @@ def judged(
             expected=f"not judged: {expected.source}",
             numbers=numbers,
         )
-    least, floor = expected.value * expected.passes, expected.value * expected.fails
+    least = expected.value * expected.passes
+    floor = expected.value * expected.fails
     verdict = Verdict.PASS if value >= least else Verdict.WARN if value >= floor else Verdict.FAIL
     share = "" if expected.passes == 1 else f", {expected.passes:.0%} of {expected.value:,.4g}"
     return Diagnosis(

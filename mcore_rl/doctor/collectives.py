@@ -30,7 +30,9 @@ from mcore_rl.parallel.secret_store import StoreAccess
 from mcore_rl.planning.overheads import LINK_EFFICIENCY, data_sheet_rates
 
 DEVICE_BYTES, CPU_BYTES = 256 << 20, 16 << 20  # of a message, in all
-WARM_UPS, SECONDS, LEAST = 3, 1.0, 5
+WARM_UPS = 3
+SECONDS = 1.0
+LEAST = 5
 KINDS = ("all-reduce", "all-to-all")
 TIMEOUT_S = 60.0
 MARGIN_S = 40.0  # of the limit: for Ray to answer, and for a node that does not
@@ -74,7 +76,8 @@ def interface_diagnosis(addresses: HostAddresses, num_nodes: int) -> Diagnosis:
     local = [each for each in addresses.listens if ipaddress.ip_address(each.partition("%")[0]).is_loopback]
     resolved = ", ".join(addresses.resolves) or "nothing"
     measured = f"gloo listens at {', '.join(addresses.listens) or 'nothing'}; {addresses.host} resolves to {resolved}"
-    verdict, remedy = Verdict.PASS, ""
+    verdict = Verdict.PASS
+    remedy = ""
     if local and num_nodes > 1:
         verdict = Verdict.FAIL
         remedy = (
@@ -113,7 +116,8 @@ def bus_gb_s(kind: str, num_bytes: int, seconds: float, num_ranks: int) -> float
 
 def measure_bus(platform: Platform, device: torch.device, group: dist.ProcessGroup | None) -> dict[str, BusRate]:
     """The rates of a group, None: of all ranks.  Collective over it."""
-    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    size = dist.get_world_size(group)
+    rank = dist.get_rank(group)
     num_bytes = DEVICE_BYTES if platform.is_accelerator else CPU_BYTES
     count = num_bytes // 4 // size * size
     rates = {}
@@ -171,11 +175,13 @@ def rate_diagnoses(
     host_remedy = "Look for other programs; host collectives are slow, and for the CPU alone"
     remedy = SLOW_LINKS_REMEDY if platform.is_accelerator else host_remedy
     for kind in KINDS:
-        slowest, wrong = min(each[kind].gb_s for each in rates), sum(each[kind].wrong for each in rates)
+        slowest = min(each[kind].gb_s for each in rates)
+        wrong = sum(each[kind].wrong for each in rates)
         name = f"{kind} {where}"
         number = f"{kind.replace('-', '_')}_{key}_gb_s"
         if wrong:
-            measured, remedy_of_wrong = f"{wrong} elements are wrong", "Leave the node out: its links corrupt data"
+            measured = f"{wrong} elements are wrong"
+            remedy_of_wrong = "Leave the node out: its links corrupt data"
             yield Diagnosis(check=name, verdict=Verdict.FAIL, measured=measured, remedy=remedy_of_wrong)
         else:
             yield judged(name, slowest, "GB/s", expected, remedy, key=number)
@@ -183,12 +189,15 @@ def rate_diagnoses(
 
 def expected_link(subject: Subject, between_nodes: bool) -> ExpectedRate:
     """What the cluster's yaml says of a link; inside a node without one, the data sheet of a known device."""
-    value, source, sheet = None, "no --cluster", data_sheet_rates(subject.platform.device_name)
+    value = None
+    source = "no --cluster"
+    sheet = data_sheet_rates(subject.platform.device_name)
     if subject.cluster is not None:
         value = subject.cluster.inter_node_gb_s if between_nodes else subject.cluster.intra_node_gb_s
         source = "the cluster's yaml"
     elif sheet is not None and not between_nodes:
-        value, source = sheet[1], "the data sheet"
+        value = sheet[1]
+        source = "the data sheet"
     fails = 0.5 * LINK_EFFICIENCY if subject.platform.is_accelerator else 0.0
     return ExpectedRate(value=value, source=source, passes=0.9 * LINK_EFFICIENCY, fails=fails)
 
@@ -216,9 +225,11 @@ def measure_between_nodes(
 
     That is the yaml's ``inter_node_gb_s``: what one device sends to other nodes.
     """
-    device, per_node = set_device(platform, rank.rank), rank.world_size
+    device = set_device(platform, rank.rank)
+    per_node = rank.world_size
     with phase("connecting the nodes", node=node, store=f"{store.host}:{store.port}"):
-        world, own = num_nodes * per_node, node * per_node + rank.rank
+        world = num_nodes * per_node
+        own = node * per_node + rank.rank
         join_group(store, "nodes", platform, own, world, TIMEOUT_S)
         groups = [dist.new_group([each * per_node + local for each in range(num_nodes)]) for local in range(per_node)]
     return measure_bus(platform, device, groups[rank.rank])
@@ -235,7 +246,8 @@ def measure_node(
 def _between_nodes(subject: Subject, limit_s: float) -> Iterator[Diagnosis]:
     from mcore_rl.runtime.each_node import on_each_node  # ray, which the ranks of these checks need not import
 
-    platform, limit_s = subject.platform, limit_s - MARGIN_S
+    platform = subject.platform
+    limit_s -= MARGIN_S
     by_node = on_each_node(
         measure_node, subject.address, subject.num_nodes, platform, (platform,), limit_s, with_store=True
     )

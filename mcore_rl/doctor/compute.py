@@ -19,14 +19,17 @@ from mcore_rl.parallel.phase import phase
 from mcore_rl.planning.overheads import CPU_CORE_GFLOPS, MATMUL_EFFICIENCY
 
 T = TypeVar("T")
-WARM_S, ROUND_S, ROUNDS = 0.5, 0.2, 7
+WARM_S = 0.5
+ROUND_S = 0.2
+ROUNDS = 7
 SIZE = {True: 8192, False: 1024}  # by whether it is an accelerator: rows and columns of a square matrix
 SLOWEST = 0.9  # of the median device, before it is worth a word
 
 
 def rate_of(work: Callable[[], object], platform: Platform) -> float:
     """How often ``work`` is done in a second: the median of several rounds, after a warm-up."""
-    started, count = time.perf_counter(), 0
+    started = time.perf_counter()
+    count = 0
     while time.perf_counter() - started < WARM_S:
         work()
         synchronize(platform)
@@ -62,7 +65,8 @@ class MatmulResult:
 
 def measure_matmul(rank: Rank, platform: Platform) -> MatmulResult:
     """Square matrices in bfloat16 on an accelerator, in float32 on the CPU, where bfloat16 has no unit of its own."""
-    device, size = set_device(platform, rank.rank), SIZE[platform.is_accelerator]
+    device = set_device(platform, rank.rank)
+    size = SIZE[platform.is_accelerator]
     dtype = torch.bfloat16 if platform.is_accelerator else torch.float32
     with phase("multiplying matrices", size=size):
         one, other = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))

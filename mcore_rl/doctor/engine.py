@@ -61,7 +61,8 @@ def live(rank: Rank, platform: Platform, directory: Path) -> EngineLife:
         max_num_seqs=8,
         enforce_eager=True,
     )
-    before, begun = _used(platform), time.perf_counter()
+    before = _used(platform)
+    begun = time.perf_counter()
     log = directory.parent / "engine.log"
     with (
         phase("starting an engine"),

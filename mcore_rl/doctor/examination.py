@@ -27,7 +27,8 @@ def examine(
     seconds: of all checks together; those that come too late are SKIP.  watch: called with the name of each before it
     begins.
     """
-    until, diagnoses = time.monotonic() + seconds, list[Diagnosis]()
+    until = time.monotonic() + seconds
+    diagnoses = list[Diagnosis]()
     for check in checks:
         left = until - time.monotonic()
         why = check.lacking(subject) or ("" if left > LEAST_S else f"the {seconds / 60:g} minutes are over (--minutes)")

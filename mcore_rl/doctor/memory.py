@@ -51,12 +51,14 @@ def measure_memory(rank: Rank, platform: Platform) -> float:
 
 
 def _memory(subject: Subject, limit_s: float) -> Iterator[Diagnosis]:
-    platform, cluster = subject.platform, subject.cluster
+    platform = subject.platform
+    cluster = subject.cluster
     slowest = min(on_devices(measure_memory, platform, limit_s))
     value, source = (cluster.memory_gb_s, "the cluster's yaml") if cluster else (None, "no --cluster")
     sheet = data_sheet_rates(platform.device_name)
     if cluster is None and sheet is not None:
-        value, source = sheet[0], "the data sheet"
+        value = sheet[0]
+        source = "the data sheet"
     fails = 0.5 * MEMORY_EFFICIENCY if platform.is_accelerator else 0.0
     expected = ExpectedRate(value=value, source=source, passes=MEMORY_EFFICIENCY, fails=fails)
     remedy = "Look for another program, or a device with bad memory; mend memory_gb_s of the yaml if it is never more"
@@ -102,10 +104,12 @@ def measure_pinning(rank: Rank, platform: Platform) -> tuple[int, int]:
     set_device(platform, 0)
     torch.ones(1, device=platform.device_type)
     synchronize(platform)
-    taken, gone = [], []
+    taken = []
+    gone = []
     with phase("pinning host memory"):
         for _ in range(BLOCKS):
-            before, free = pinned_bytes(platform), psutil.virtual_memory().available
+            before = pinned_bytes(platform)
+            free = psutil.virtual_memory().available
             kept = torch.empty(PINNED_BYTES, dtype=torch.uint8, pin_memory=True).fill_(1)
             taken.append(pinned_bytes(platform) - before)
             gone.append(free - psutil.virtual_memory().available)
@@ -119,7 +123,8 @@ def pinning_diagnosis(taken: int, gone: int) -> Diagnosis:
 
     What is planned with is the larger: the allocator does not see what the driver adds.
     """
-    planned, really = block_bytes(PINNED_BYTES), max(taken, gone)
+    planned = block_bytes(PINNED_BYTES)
+    really = max(taken, gone)
     too_much = really > NOISE * planned
     return Diagnosis(
         check="pinning",

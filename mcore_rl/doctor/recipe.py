@@ -25,7 +25,8 @@ def _recipe(subject: Subject, limit_s: float) -> Iterator[Diagnosis]:
     assert subject.recipe is not None
     run = subject.recipe
     planned = plan(run, run_model(run), measured_cluster(subject), other_models(run))
-    problems, remedy = [str(each) for each in planned.violations], "mcore-rl plan --search shows layouts that fit"
+    problems = [str(each) for each in planned.violations]
+    remedy = "mcore-rl plan --search shows layouts that fit"
     yield problem_diagnosis("recipe", problems, short_line(planned), "it fits, by plan", remedy)
 
 

@@ -136,7 +136,10 @@ def residual_diagnosis(measured: Sequence[ProcessResiduals], platform: Platform)
     if platform.is_accelerator:
         rows += [("context", "device_context", CONTEXT_BYTES)]
         rows += [("collectives", "device_collectives", COLLECTIVE_BYTES)] if len(measured) > 1 else []
-    numbers, words, assumed, more = {}, [], [], []
+    numbers = {}
+    words = []
+    assumed = []
+    more = []
     for name, key, expected in rows:
         largest = max(getattr(each, name) for each in measured)
         numbers[f"{key}_mib"] = round(largest / MIB, 3)
@@ -155,7 +158,8 @@ def residual_diagnosis(measured: Sequence[ProcessResiduals], platform: Platform)
 
 
 def _residuals(subject: Subject, limit_s: float) -> Iterator[Diagnosis]:
-    directory, trainers = write_model(subject.directory / "process_memory"), subject.num_ranks
+    directory = write_model(subject.directory / "process_memory")
+    trainers = subject.num_ranks
     world = 2 * trainers if subject.platform.is_accelerator else trainers
     measured = run_ranks(measure_process, world, (subject.platform, directory, trainers), timeout_s=limit_s)
     yield residual_diagnosis([each for each in measured if each is not None], subject.platform)

@@ -114,13 +114,15 @@ def driver_diagnosis(report: DriverReport | None, driver: str, runtime: str, too
     newest = report.runtime if report else ""
     measured = f"driver {said or driver}" + (f", runtime up to {newest}" if newest else "")
     numbers = [tuple(map(int, text.split(".")[:2])) for text in (newest, runtime) if re.match(r"\d+\.\d+", text)]
-    verdict, remedy = Verdict.PASS, ""
+    verdict = Verdict.PASS
+    remedy = ""
     if len(numbers) == 2 and numbers[0] < numbers[1]:
         older = numbers[0][0] < numbers[1][0]
         verdict = Verdict.FAIL if older else Verdict.WARN  # within a major version old drivers run new programs
         remedy = f"Update the driver, or take a torch that is built for {newest}"
     if driver and said and driver != said:
-        verdict, remedy = Verdict.WARN, "The driver was updated without a restart: restart the node"
+        verdict = Verdict.WARN
+        remedy = "The driver was updated without a restart: restart the node"
         measured += f", and the kernel has {driver}"
     return Diagnosis(
         check="driver",
@@ -133,7 +135,8 @@ def driver_diagnosis(report: DriverReport | None, driver: str, runtime: str, too
 
 def device_diagnosis(report: DriverReport) -> Diagnosis:
     """Devices that others use, that had memory errors, or that take one process only."""
-    failures, warnings = [], []
+    failures = []
+    warnings = []
     for gpu in report.gpus:
         if gpu.uncorrected:
             failures.append(f"device {gpu.index} had {gpu.uncorrected} uncorrected memory errors")

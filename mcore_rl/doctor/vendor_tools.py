@@ -159,7 +159,8 @@ def parse_rocm_smi(products: str, driver: str) -> DriverReport:
 
 def _json_object(text: str) -> dict[str, dict[str, object]]:
     """The JSON object in ``text``, which may have warnings around it; {} if there is none."""
-    begin, end = text.find("{"), text.rfind("}")
+    begin = text.find("{")
+    end = text.rfind("}")
     with suppress(json.JSONDecodeError):
         value = json.loads(text[begin : end + 1])
         if isinstance(value, dict):

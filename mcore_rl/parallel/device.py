@@ -32,15 +32,19 @@ from mcore_rl.config.engine import Device
 from mcore_rl.errors import DeviceError
 from mcore_rl.parallel.pinned import keep_large_blocks_exact
 
-CUDA_MASK, HIP_MASK = "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"
-ROCR_MASK, ORDINAL_MASK = "ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL"
+CUDA_MASK = "CUDA_VISIBLE_DEVICES"
+HIP_MASK = "HIP_VISIBLE_DEVICES"
+ROCR_MASK = "ROCR_VISIBLE_DEVICES"
+ORDINAL_MASK = "GPU_DEVICE_ORDINAL"
 MASKS = (CUDA_MASK, HIP_MASK, ROCR_MASK, ORDINAL_MASK)
 RAY_NOSET = tuple(f"RAY_EXPERIMENTAL_NOSET_{mask}" for mask in (CUDA_MASK, HIP_MASK, ROCR_MASK))
 
 # Data-centre GPUs by the instruction set in their gcnArchName: bfloat16 matrix cores since MI100, fp8 since MI300.
-ROCM_BF16, ROCM_FP8 = ("gfx908", "gfx90a", "gfx942", "gfx950"), ("gfx942", "gfx950")
+ROCM_BF16 = ("gfx908", "gfx90a", "gfx942", "gfx950")
+ROCM_FP8 = ("gfx942", "gfx950")
 
-PROC_STATUS, PROC_CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+PROC_STATUS = Path("/proc/self/status")
+PROC_CLEAR_REFS = Path("/proc/self/clear_refs")
 PROC_CPUINFO = Path("/proc/cpuinfo")
 
 
@@ -220,7 +224,8 @@ def memory(platform: Platform) -> Memory:
             free_bytes=free,
             total_bytes=total,
         )
-    resident, host = psutil.Process().memory_info().rss, psutil.virtual_memory()
+    resident = psutil.Process().memory_info().rss
+    host = psutil.virtual_memory()
     return Memory(
         allocated_bytes=resident,
         reserved_bytes=resident,

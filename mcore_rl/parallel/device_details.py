@@ -25,11 +25,13 @@ from mcore_rl.parallel.pinned import inherited_settings
 rebuild_device_tensor = rebuild_cuda_tensor
 DRIVERS = {Device.cuda: Path("/proc/driver/nvidia/version"), Device.rocm: Path("/sys/module/amdgpu/version")}
 LOOPBACK = ("127.0.0.1", "::1")
-GLOO_INTERFACE, NCCL_INTERFACE = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
+GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+NCCL_INTERFACE = "NCCL_SOCKET_IFNAME"
 # With it a group of the vendor's library has no watchdog.  One that sees a lost peer ends its process a minute later,
 # and asks all who share the group's store to end too (torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp, 2.13).
 UNWATCHED = {"TORCH_NCCL_BLOCKING_WAIT": "1"}
-QUEUES, COPY_QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_DEVICE_MAX_COPY_CONNECTIONS"
+QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
+COPY_QUEUES = "CUDA_DEVICE_MAX_COPY_CONNECTIONS"
 
 
 def device_uuids(platform: Platform) -> tuple[str, ...]:

@@ -102,7 +102,8 @@ class Layout:
         return self._grid(DENSE_ORDER), self._grid(EXPERT_ORDER)
 
     def _grid(self, order: Iterable[str]) -> list[tuple[str, int, int]]:
-        grid, stride = [], 1
+        grid = []
+        stride = 1
         for axis in order:
             grid.append((axis, getattr(self, axis), stride))
             stride *= getattr(self, axis)
@@ -267,7 +268,8 @@ def _key_heads_problem(model: ModelConfig, tp: int) -> str | None:
     With more ranks than key/value heads, Megatron cuts the rows of the fused projection evenly, gathers its outputs,
     and each rank takes its query heads and the key/value head that they share (transformer/attention.py:1398, 0.16.1).
     """
-    groups, heads = model.num_query_groups, model.num_attention_heads
+    groups = model.num_query_groups
+    heads = model.num_attention_heads
     if groups % tp and tp % groups:
         return f"neither divides model.num_query_groups={groups} nor is a multiple of it"
     if groups % tp and model.joint_qk_norm:
@@ -294,11 +296,14 @@ def _model_violations(model: ModelConfig, parallel: ParallelConfig) -> list[Viol
             if number % size == 0:
                 continue
             if model.moe is None and axis != "tp":
-                problem, remedy = "the model has no experts", f"Write parallel.{axis}=1"
+                problem = "the model has no experts"
+                remedy = f"Write parallel.{axis}=1"
             elif axis == "etp" and model.linear_bias:
-                problem, remedy = "an expert with biases cannot be cut over ranks", "Write parallel.etp=1"
+                problem = "an expert with biases cannot be cut over ranks"
+                remedy = "Write parallel.etp=1"
             else:
-                problem, remedy = f"does not divide {key}={number}", f"Write parallel.{axis}={allowed}"
+                problem = f"does not divide {key}={number}"
+                remedy = f"Write parallel.{axis}={allowed}"
             violations.append(Violation(f"parallel.{axis}", size, problem, remedy))
         problem_of_keys = _key_heads_problem(model, size) if axis == "tp" else None
         if problem_of_keys is not None:
@@ -312,7 +317,8 @@ def _model_violations(model: ModelConfig, parallel: ParallelConfig) -> list[Viol
 
 def _placement_violations(num_layers: int, parallel: ParallelConfig) -> list[Violation]:
     """Violations in spreading the layers over the pp * vpp chunks."""
-    num_chunks, counts = parallel.pp * parallel.vpp, parallel.pipeline_layers
+    num_chunks = parallel.pp * parallel.vpp
+    counts = parallel.pipeline_layers
     written = f"pp={parallel.pp} * vpp={parallel.vpp}"
     violations = []
     if parallel.vpp > 1 and parallel.pp == 1:
@@ -349,7 +355,8 @@ def _num_deepstack(model: ModelConfig) -> int:
 
 def _deepstack_violations(model: ModelConfig, parallel: ParallelConfig) -> list[Violation]:
     """The features of pictures are made on the first stage, and its first chunk needs all layers that they go to."""
-    wanted, first = _num_deepstack(model), len(place_layers(model.num_layers, parallel)[0])
+    wanted = _num_deepstack(model)
+    first = len(place_layers(model.num_layers, parallel)[0])
     if first >= wanted:
         return []
     num_chunks = parallel.pp * parallel.vpp

@@ -16,7 +16,8 @@ Nothing here loads torch: the planner counts with it.
 from __future__ import annotations
 
 KEY = "pinned_max_cached_size_mb"
-MAX_CACHED_BYTES, ENGINE_MAX_CACHED_BYTES = 256 << 20, 1 << 20
+MAX_CACHED_BYTES = 256 << 20
+ENGINE_MAX_CACHED_BYTES = 1 << 20
 ALIGNMENT = 64  # bytes, of what lies side by side in a block
 
 

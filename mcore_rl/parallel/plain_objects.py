@@ -39,7 +39,8 @@ def data_classes(names: Set[tuple[str, str]]) -> Iterator[None]:
     List only what holds data and does nothing when it is made.
     """
     global _data_classes
-    before, _data_classes = _data_classes, _data_classes | names
+    before = _data_classes
+    _data_classes = _data_classes | names
     try:
         yield
     finally:

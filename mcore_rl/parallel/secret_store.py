@@ -42,7 +42,8 @@ HANDSHAKE_S = 10.0  # how long a stranger may take
 MAX_STRANGERS = 64  # at a time; the oldest is closed for a new one, and a client asks again
 MAX_BYTES = 1 << 26  # of a message
 SLICE_S = 0.5  # a client waits in slices, between which its other threads are served
-LENGTH, NUMBER = struct.Struct("<I"), struct.Struct("<Q")
+LENGTH = struct.Struct("<I")
+NUMBER = struct.Struct("<Q")
 EVERYWHERE = ("", "0.0.0.0", "::")
 
 
@@ -83,7 +84,8 @@ class _Seal:
     """Packs and opens the messages of one direction of one connection, in their order."""
 
     def __init__(self, secret: bytes, direction: bytes, nonces: bytes) -> None:
-        self._key, self._number = _mac(secret, b"key of ", direction, nonces), 0
+        self._key = _mac(secret, b"key of ", direction, nonces)
+        self._number = 0
 
     def _mac_of(self, body: bytes) -> bytes:
         self._number += 1
@@ -94,7 +96,8 @@ class _Seal:
         return LENGTH.pack(len(body)) + body + self._mac_of(body)
 
     def opened(self, sealed: bytes) -> bytes:
-        body, mac = sealed[:-MAC_BYTES], sealed[-MAC_BYTES:]
+        body = sealed[:-MAC_BYTES]
+        mac = sealed[-MAC_BYTES:]
         if not hmac.compare_digest(mac, self._mac_of(body)):
             raise StoreRefusedError("a message was forged, repeated or lost")
         return body
@@ -194,7 +197,8 @@ class StoreServer:
         return nonces
 
     async def _answer(self, request: StoreCall) -> StoreReply:
-        keys, values = request.keys, self._values
+        keys = request.keys
+        values = self._values
         match request.verb:
             case "set":
                 for key, value in zip(keys, request.values, strict=True):
@@ -255,7 +259,8 @@ class SecretStore(Store):
     def __init__(self, access: StoreAccess, timeout_s: float = 60.0) -> None:
         """Connect.  timeout_s: for that, and for a key that somebody else is to set."""
         super().__init__()
-        self.access, self.timeout_s = access, timeout_s
+        self.access = access
+        self.timeout_s = timeout_s
         self._lock = threading.Lock()
         until = time.monotonic() + timeout_s
         while True:
@@ -376,7 +381,8 @@ class SecretStore(Store):
         self._socket.close()
 
     # The names under which torch's C++ calls two of them (torch 2.13, c10d/init.cpp, PythonStore).
-    deleteKey, getNumKeys = delete_key, num_keys
+    deleteKey = delete_key
+    getNumKeys = num_keys
 
 
 class Prefixed(PrefixStore):

@@ -185,7 +185,8 @@ def _taught(meter: DeviceMeter) -> Callable[..., DistillationStep]:
     ) -> DistillationStep:
         from mcore_rl.training.distillation import DistillationStep
 
-        sizes, teachers = [len(each.targets_N) for each in microbatches], len(self.rows)
+        sizes = [len(each.targets_N) for each in microbatches]
+        teachers = len(self.rows)
         places = [torch.arange(size) for size in sizes]
         counts = [[size * (n + 1) // teachers - size * n // teachers for n in range(teachers)] for size in sizes]
         hidden_MH = meter.host_tensor((max(sizes), self.rows[0].shape[1]), self.rows[0].dtype)

@@ -123,15 +123,19 @@ class Ledger:
 
     def peak(self, phase: RehearsalPhase) -> MemorySample:
         """The first of the greatest moments of ``phase``."""
-        level, best, at = 0, -1, phase.begin
+        level = 0
+        best = -1
+        at = phase.begin
         for event, change in self._changes():
             if event >= phase.end:
                 break
             if event >= phase.begin and best < 0:  # what lived when the phase began
-                best, at = level, phase.begin
+                best = level
+                at = phase.begin
             level += change
             if event >= phase.begin and level > best:
-                best, at = level, event
+                best = level
+                at = event
         return MemorySample(at, phase.name, self.by_kind(at))
 
     def by_kind(self, at: int) -> dict[MemoryKind, int]:
@@ -159,7 +163,8 @@ class Ledger:
         """At most ``most`` samples over ``phases``, each the greatest moment of its stretch of events."""
         if not phases:
             return []
-        begin, end = phases[0].begin, phases[-1].end
+        begin = phases[0].begin
+        end = phases[-1].end
         width = max(1, -(-(end - begin) // most))
         current = dict.fromkeys(MemoryKind, 0)
         stretches: dict[int, tuple[int, int, dict[MemoryKind, int]]] = {}
@@ -167,7 +172,8 @@ class Ledger:
             current[kind] += change
             if not begin <= event < end:
                 continue
-            total, stretch = sum(current.values()), (event - begin) // width
+            total = sum(current.values())
+            stretch = (event - begin) // width
             if stretch not in stretches or total > stretches[stretch][0]:
                 stretches[stretch] = (total, event, dict(current))
         named = [(phase.name, phase.begin, phase.end) for phase in phases]

@@ -53,7 +53,8 @@ HOST = torch.device("cpu")
 
 HERE = str(Path(__file__).parent)
 ROOT = str(Path(mcore_rl.__file__).parent)
-PROJECT, MEGATRON = f"{ROOT}/", "/megatron/core/"
+PROJECT = f"{ROOT}/"
+MEGATRON = "/megatron/core/"
 
 aten = torch.ops.aten
 _DEVICE_OF = torch.ops.prim.device.default
@@ -91,7 +92,8 @@ class DeviceMeter(TorchDispatchMode):
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Within: ``name`` is the current phase."""
-        begin, self._phase = self.ledger.now, name
+        begin = self.ledger.now
+        self._phase = name
         try:
             yield
         finally:
@@ -267,12 +269,14 @@ class DeviceMeter(TorchDispatchMode):
     def _copy_between(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A copy from the device to the host, or of a new tensor to the device; None if it is another one."""
         if func is aten.copy_.default:
-            target, source = args[0], args[1]
+            target = args[0]
+            source = args[1]
             if _is_on_device(target) or not _is_on_device(source):
                 return None
             self._waits(source, "copy to the host")
             return target
-        target, source = kwargs.get("device"), args[0]
+        target = kwargs.get("device")
+        source = args[0]
         if target is None or (target == DEVICE) is _is_on_device(source):
             return None
         if target != DEVICE:

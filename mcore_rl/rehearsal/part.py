@@ -78,9 +78,11 @@ def part_of(
         if isinstance(run, OfflineConfig)
         else role_plan(role, model, run, cluster)
     )
-    layout, config = of_run.layout, of_run.engine
+    layout = of_run.layout
+    config = of_run.engine
     if not 0 <= rank < layout.world_size:
-        problem, remedy = f"the run has {layout.world_size} ranks", f"Write rank=0 to rank={layout.world_size - 1}"
+        problem = f"the run has {layout.world_size} ranks"
+        remedy = f"Write rank=0 to rank={layout.world_size - 1}"
         raise ConfigError([Violation("rank", rank, problem, remedy)])
     loss = run.loss_of(role)
     local = replace(config, layer_spec=LayerSpec.local)

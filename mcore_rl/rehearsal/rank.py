@@ -54,7 +54,10 @@ from mcore_rl.types import Denominators, Picture, TrainBatch
 from mcore_rl.weights.adapter_table import AdapterTable
 from mcore_rl.weights.table import Table
 
-BUILD, SCORE, TRAIN, TRAIN_AGAIN = "build", "score", "train step 1", "train step 2"
+BUILD = "build"
+SCORE = "score"
+TRAIN = "train step 1"
+TRAIN_AGAIN = "train step 2"
 # They answer gloo and the CPU's tensors; an accelerator's libraries need none of them.
 ONLY_ON_CPU = ("uneven gather", "split sizes", "create group")
 
@@ -134,7 +137,8 @@ def rehearse(part: RehearsedRank, progress: Callable[[str], None] = lambda text:
         violations.append(Violation("rank", part.rank, f"the run has {part.world_size} ranks", remedy))
     refuse_if_any(violations)
     assert not dist.is_initialized(), "this process is a rank of a world already"
-    begin, began = time.perf_counter(), time.process_time()
+    begin = time.perf_counter()
+    began = time.process_time()
     forget_cached()
     make_megatron_run_on_cpu(without=ONLY_ON_CPU if part.accelerator else ())
     layout = Layout.of(part.parallel, part.world_size)

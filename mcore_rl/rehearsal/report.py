@@ -65,7 +65,8 @@ def memory_rows(rehearsal: Rehearsal, planned: Planned) -> list[list[str]]:
         if phase.name == TRAIN_AGAIN:
             last = [gib(planned.peak), difference(planned.peak, peak.num_bytes)]
         rows.append([phase.name, *(gib(peak.by_kind[kind]) for kind in MemoryKind), gib(peak.num_bytes), *last])
-    state, step = planned.state, planned.train
+    state = planned.state
+    step = planned.train
     parts = [state.weights, state.gradients, state.optimizer, step.activations + step.logits, step.working]
     rows.append(["the plan", *(gib(size) for size in parts), gib(planned.peak), "", ""])
     return rows
@@ -101,7 +102,8 @@ def _runs(per_step: bool) -> str:
 
 def operations(rehearsal: Rehearsal) -> dict[str, float]:
     """Floating-point operations of one microbatch: of this rank, and its share of those that MFU counts."""
-    part, ledger = rehearsal.part, rehearsal.ledger
+    part = rehearsal.part
+    ledger = rehearsal.ledger
     counted = ledger.flops(TRAIN_AGAIN) / rehearsal.num_microbatches
     lengths = microbatch_lengths(part.tokens, part.longest, 1)
     shares = part.parallel.tp * part.parallel.pp * part.parallel.cp
@@ -177,7 +179,8 @@ def rehearsal_page(title: str, results: Sequence[tuple[Rehearsal, Planned]]) -> 
 
 def rehearsal_values(rehearsal: Rehearsal, planned: Planned) -> dict[str, Any]:
     """The rehearsal as plain values for a JSON file: bytes, seconds and operations as numbers."""
-    part, ledger = rehearsal.part, rehearsal.ledger
+    part = rehearsal.part
+    ledger = rehearsal.ledger
     peaks = [ledger.peak(phase) for phase in ledger.phases]
     return {
         "role": part.role,

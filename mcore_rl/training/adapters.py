@@ -55,10 +55,12 @@ class Adapter(torch.nn.Module):
 
     def __init__(self, table: AdapterTable, adapted: AdaptedRule, local: LocalTensor, groups: ProcessGroups) -> None:
         super().__init__()
-        self.splits_inputs, self.scale = adapted.splits_inputs, table.lora.scale
+        self.splits_inputs = adapted.splits_inputs
+        self.scale = table.lora.scale
         exchanges = local.num_shards > 1 and local.expert is None
         self.group = groups.tp if exchanges else None
-        self.lora_A, self.lora_B = torch.nn.ParameterDict(), torch.nn.ParameterDict()
+        self.lora_A = torch.nn.ParameterDict()
+        self.lora_B = torch.nn.ParameterDict()
         for source, a, b in zip(adapted.sources, adapted.a, adapted.b, strict=True):
             for tensors, rule in ((self.lora_A, a), (self.lora_B, b)):
                 index = local.index if rule.axis is adapted.rule.axis else 0
@@ -131,7 +133,8 @@ def attach(chunks: Sequence[GPTModel], table: AdapterTable, groups: ProcessGroup
         adapted = table.adapted.get(id(bound.local.rule))
         if adapted is None:
             continue
-        linear, adapter = owners[id(bound.tensor)], Adapter(table, adapted, bound.local, groups)
+        linear = owners[id(bound.tensor)]
+        adapter = Adapter(table, adapted, bound.local, groups)
         bound.tensor.adapter = adapter  # type: ignore[attr-defined]  # for ``weights/published.py``
         if not hasattr(linear, "weight"):  # Transformer Engine's grouped experts: weight0, weight1, ...
             grouped.setdefault(linear, []).append(adapter)
@@ -167,11 +170,13 @@ def _require_grad(module: torch.nn.Module, arguments: object, embeddings: Tensor
 
 
 def _add(linear: Any, arguments: tuple[Tensor, ...], results: tuple[Any, ...]) -> tuple[Tensor, ...]:
-    x, output = arguments[0], results[0]
+    x = arguments[0]
+    output = results[0]
     if isinstance(output, tuple):  # Transformer Engine's norm and linear, without a bias: ((output, normed), None)
         (output, x), results = output, (output[0], *results[1:])
     elif len(results) == 3:  # with a bias: (output, bias, normed)
-        x, results = results[2], results[:2]
+        x = results[2]
+        results = results[:2]
     return linear.lora(x, output), *results[1:]
 
 
@@ -179,7 +184,8 @@ def _add_grouped(
     linear: Any, arguments: tuple[Tensor, Sequence[int]], results: tuple[Tensor, ...]
 ) -> tuple[Tensor, ...]:
     """arguments: rows of all experts of the rank, one expert after another, and the number of each."""
-    rows, counts = arguments[0], torch.tensor(list(arguments[1]))
+    rows = arguments[0]
+    counts = torch.tensor(list(arguments[1]))
     return add_of_groups(list(linear.lora), Groups(counts, rows.device), rows, results[0]), *results[1:]
 
 

@@ -108,7 +108,8 @@ class PackedAttention(MegatronModule):
         assert attention_mask is None, "the mask is always causal: give none"
         assert attention_bias is None, "attention biases are not supported"
         _refuse_unless_causal(attn_mask_type or self.attn_mask_type)
-        cp, cp_rank = self.cp_group.size(), self.cp_group.rank()
+        cp = self.cp_group.size()
+        cp_rank = self.cp_group.rank()
         if packed_seq_params is not None:
             assert packed_seq_params.qkv_format == "thd", f"format {packed_seq_params.qkv_format} is not supported"
             packed = with_lengths(packed_seq_params, cp, cp_rank, query.device)

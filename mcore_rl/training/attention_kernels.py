@@ -55,7 +55,8 @@ def visible(num_queries: int, num_keys: int, window: int | None, device: torch.d
 
 def attend_causal(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None = None) -> Tensor:
     """[q, heads, head_dim] from one run of queries and the [k, groups, head_dim] keys that its last query may see."""
-    num_queries, num_keys = query.shape[0], key.shape[0]
+    num_queries = query.shape[0]
+    num_keys = key.shape[0]
     mask = None
     if num_queries != num_keys or (window is not None and window < num_keys):
         # is_causal would align the first query with the first key; here the last belongs to the last.  An explicit mask
@@ -75,7 +76,8 @@ def attend_causal(query: Tensor, key: Tensor, value: Tensor, scale: float, windo
 
 def _attend_run(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
     """``attend_causal`` in blocks without the keys that the window hides: about 1.25 W keys a query instead of k."""
-    num_queries, num_keys = query.shape[0], key.shape[0]
+    num_queries = query.shape[0]
+    num_keys = key.shape[0]
     if window is None or num_keys <= window:
         return attend_causal(query, key, value, scale)
     rows = max(_SHORTEST_BLOCK, window // 4)
@@ -186,7 +188,8 @@ def _varlen(
     A kernel that takes no groups gets each head of keys and values once for every query head that shares it: the same
     products, but autograd keeps ``heads / groups`` times their bytes.
     """
-    heads, groups = query.shape[1], key.shape[1]
+    heads = query.shape[1]
+    groups = key.shape[1]
     grouped: dict[str, Any] = {}
     if takes_groups(varlen_attn):
         grouped["enable_gqa"] = heads != groups
@@ -223,7 +226,8 @@ def attend_varlen(
     if packed.trunks:  # not by ``key_rows``: their gradients would be added up in an order that changes
         key_T, value_T = (torch.cat(rows_of_sequences(x, packed)) for x in (key_T, value_T))
     elif not segments.square:
-        key_T, value_T = key_T.index_select(0, packed.key_rows), value_T.index_select(0, packed.key_rows)
+        key_T = key_T.index_select(0, packed.key_rows)
+        value_T = value_T.index_select(0, packed.key_rows)
     return _varlen(
         query_T,
         key_T,

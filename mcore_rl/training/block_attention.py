@@ -100,7 +100,10 @@ class _BlockAttention(torch.autograd.Function):
             _put(out_T[queries], torch.bmm(probabilities, _grouped(value_T[keys], groups)))
             _put(log_sum_T[queries], log_sum)
         ctx.save_for_backward(query_T, key_T, value_T, sinks, out_T, log_sum_T)
-        ctx.plan, ctx.scale, ctx.cap, ctx.window = plan, scale, cap, window
+        ctx.plan = plan
+        ctx.scale = scale
+        ctx.cap = cap
+        ctx.window = window
         return out_T
 
     @staticmethod
@@ -128,7 +131,8 @@ class _BlockAttention(torch.autograd.Function):
             _hide(scores, queries, keys, ctx.window)
             probabilities = scores.sub_(log_sum).exp_()
             grad_scores = _product(grad_out, value.transpose(1, 2)).sub_(mean).mul_(probabilities).mul_(slope)
-            grad_scores, probabilities = grad_scores.to(query.dtype), probabilities.to(query.dtype)
+            grad_scores = grad_scores.to(query.dtype)
+            probabilities = probabilities.to(query.dtype)
             _put(grad_query_T[queries], torch.bmm(grad_scores, key))
             grad_key_T[keys] += _product(grad_scores.transpose(1, 2), query).transpose(0, 1)
             grad_value_T[keys] += _product(probabilities.transpose(1, 2), grad_out).transpose(0, 1)
@@ -171,6 +175,7 @@ def _scores(query: Tensor, key: Tensor, scale: float, cap: float | None) -> Tens
 
 def _hide(scores: Tensor, queries: slice, keys: slice, window: int | None) -> None:
     """-inf where a query does not see a key; in place."""
-    num_queries, num_keys = queries.stop - queries.start, keys.stop - keys.start
+    num_queries = queries.stop - queries.start
+    num_keys = keys.stop - keys.start
     seen = visible(num_queries, num_keys, window, scores.device)
     scores.unflatten(1, (-1, num_queries)).masked_fill_(~seen, -torch.inf)

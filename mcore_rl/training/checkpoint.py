@@ -165,7 +165,8 @@ def _shards(models: Sequence[torch.nn.Module]) -> Shards:
 
 def _as_stored(live: Shards, stored: DistributedCheckpoint, models: Sequence[torch.nn.Module]) -> Shards:
     """``live`` with the keys and global shapes of the checkpoint."""
-    keys, config = StoredKeys(stored.tensors), models[0].config
+    keys = StoredKeys(stored.tensors)
+    config = models[0].config
     assert isinstance(config, TransformerConfig)
     problems = list(_layer_problems(keys, stored, config.num_layers))
     renamed: Shards = {}
@@ -177,7 +178,9 @@ def _as_stored(live: Shards, stored: DistributedCheckpoint, models: Sequence[tor
         if place is None:
             problems.append(f"tensor {shard.key} is missing. {MISMATCH}")
             continue
-        tensor, own, lead = stored.tensors[place.key], shard.prepend_axis_num, len(place.lead)
+        tensor = stored.tensors[place.key]
+        own = shard.prepend_axis_num
+        lead = len(place.lead)
         sizes = tensor.shape[:lead]
         wanted = replace(
             shard,

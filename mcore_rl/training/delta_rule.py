@@ -101,7 +101,8 @@ def _chunks(lengths: tuple[int, ...], device: torch.device) -> tuple[Tensor, Ten
         going_on = [number for number in longest_first if lengths[number] > turn * CHUNK]
         counts.append(len(going_on))
         for number in going_on:
-            first, end = starts[number] + turn * CHUNK, starts[number] + min(lengths[number], (turn + 1) * CHUNK)
+            first = starts[number] + turn * CHUNK
+            end = starts[number] + min(lengths[number], (turn + 1) * CHUNK)
             held = torch.arange(first, end)
             places[held] = len(rows) * CHUNK + torch.arange(len(held))
             rows.append(F.pad(held, (0, CHUNK - len(held)), value=sum(lengths)))

@@ -84,11 +84,15 @@ class Teacher:
         self, batch: TrainBatch, microbatches: Sequence[Microbatch], config: DistillConfig, device: torch.device
     ) -> DistillationStep:
         """What one optimizer step on ``batch`` needs of the teachers; the output rows go to ``device``."""
-        hidden_MH, scored_T = batch.teacher_hidden_MH, batch.teacher_scored_T
+        hidden_MH = batch.teacher_hidden_MH
+        scored_T = batch.teacher_scored_T
         assert hidden_MH is not None and scored_T is not None, "the teacher has not scored this batch"
         place_T = torch.where(scored_T, scored_T.cumsum(0) - 1, -1)
         teacher_T = self._teachers_of(batch).repeat_interleave(torch.tensor(batch.lengths_S))
-        mask_T, places, states, counts = batch.mask_T.cpu(), [], [], []
+        mask_T = batch.mask_T.cpu()
+        places = []
+        states = []
+        counts = []
         for microbatch in microbatches:
             targets_N = microbatch.targets_N.cpu()
             rows_M = ((targets_N >= 0) & mask_T[targets_N.clamp(min=0)]).nonzero().squeeze(1)
@@ -114,7 +118,8 @@ class Teacher:
 
 def own_columns(policy: ModelConfig, groups: ProcessGroups) -> range:
     """The columns of the policy's vocabulary that this tensor rank has, without padding."""
-    tp, rank = groups.layout.tp, groups.coords.tp
+    tp = groups.layout.tp
+    rank = groups.coords.tp
     columns = padded_vocab_size(policy.vocab_size, tp) // tp
     return range(rank * columns, rank * columns + num_local_columns(policy.vocab_size, columns, rank))
 

@@ -113,7 +113,8 @@ class _Divergence(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits_TV: Tensor, hidden_MH: Tensor, places_M: Tensor, settings: _Settings) -> Tensor:
-        ctx.settings, tensors = settings, (logits_TV, hidden_MH, places_M)
+        ctx.settings = settings
+        tensors = (logits_TV, hidden_MH, places_M)
         log_sums, value_M1 = _normalisers(settings, *tensors)
         mean_M1 = value_M1
         if settings.kind is Divergence.jensen_shannon:
@@ -222,7 +223,8 @@ def _chunks(settings: _Settings, logits_TV: Tensor, hidden_MH: Tensor, places_M:
         return
     last = 0
     for rows_VH, count in settings.teachers:
-        first, last = last, last + count
+        first = last
+        last = last + count
         for block in range(first, last, PRODUCT_ROWS):
             teacher_BV = hidden_MH[block : min(block + PRODUCT_ROWS, last)] @ rows_VH.t()
             for start in range(0, len(teacher_BV), settings.rows):

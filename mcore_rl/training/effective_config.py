@@ -70,7 +70,8 @@ def _layer_fields(layer: Any, chunk: GPTModel) -> dict[str, Value]:
         "activation": activation_name(config.activation_func),
     }
     if config.activation_func_clamp_value is not None:
-        clamp, offset = config.activation_func_clamp_value, config.glu_linear_offset
+        clamp = config.activation_func_clamp_value
+        offset = config.glu_linear_offset
         fields |= gate_fields(config.activation_func, clamp, offset)
     if isinstance(layer.self_attention, PackedGatedDeltaNet):
         fields |= linear_fields(layer.self_attention.linear.num_key_heads, layer.self_attention.num_value_heads)
@@ -82,19 +83,24 @@ def _layer_fields(layer: Any, chunk: GPTModel) -> dict[str, Value]:
 
 
 def _attention_fields(attention: Any, chunk: GPTModel) -> dict[str, Value]:
-    config, core = attention.config, attention.core_attention
+    config = attention.config
+    core = attention.core_attention
     own = vars(core)  # Transformer Engine's attention keeps no scale, window or cap of its own
     if isinstance(attention, LatentAttention):
-        frequencies, factor = attention.inverse_frequencies, attention.cos_sin_factor
+        frequencies = attention.inverse_frequencies
+        factor = attention.cos_sin_factor
         mla = attention.mla
-        head_dim, interleaved = mla.qk_nope_head_dim + mla.qk_rope_head_dim, mla.interleaved
+        head_dim = mla.qk_nope_head_dim + mla.qk_rope_head_dim
+        interleaved = mla.interleaved
     else:
-        frequencies, factor = chunk.rotary_pos_emb.inv_freq, _factor_of_a_part(attention)
+        frequencies = chunk.rotary_pos_emb.inv_freq
+        factor = _factor_of_a_part(attention)
         if isinstance(attention, TwoBaseAttention):
             frequencies = frequencies.chunk(2)[attention.frequency_set]
         if config.no_rope_freq and config.no_rope_freq[attention.layer_number - 1]:
             frequencies = frequencies[:0]
-        head_dim, interleaved = config.kv_channels, config.rotary_interleaved
+        head_dim = config.kv_channels
+        interleaved = config.rotary_interleaved
     fields = rotary_fields(_floats(frequencies), factor, own.get("softmax_scale", config.softmax_scale), head_dim)
     fields |= {
         "rotary_interleaved": interleaved,

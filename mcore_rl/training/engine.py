@@ -102,14 +102,21 @@ class Engine:
             problem = f"{platform.device_name} cannot compute in it"
             violations.append(Violation("precision", config.precision.value, problem, "Write precision=float32"))
         if model.vision is not None and config.microbatch_sequences is not None:
-            problem, remedy = "leaves sequences with pictures unpacked", "Write microbatch_tokens"
+            problem = "leaves sequences with pictures unpacked"
+            remedy = "Write microbatch_tokens"
             violations.append(Violation("microbatch_sequences", config.microbatch_sequences, problem, remedy))
         fusions, unfit = resolve_fusions(config, model, groups.layout, platform, layer_spec)
         violations += [*unfit, *megatron_violations(config.megatron)]
         refuse_if_any([*violations, *layout_violations(model, parallel, groups.layout.world_size)])
-        self.role, self.model, self.config, self.groups, self.platform = role, model, config, groups, platform
-        self.head, self.layer_spec = head, layer_spec
-        self.dtype, self.fills_microbatches = DTYPES[config.precision], fusions.tp_comm_overlap
+        self.role = role
+        self.model = model
+        self.config = config
+        self.groups = groups
+        self.platform = platform
+        self.head = head
+        self.layer_spec = layer_spec
+        self.dtype = DTYPES[config.precision]
+        self.fills_microbatches = fusions.tp_comm_overlap
         transformer_engine = layer_spec is LayerSpec.transformer_engine
         not_shared = why_not_shared(config, model, parallel, transformer_engine=transformer_engine)
         self.shares_prompts = not_shared is None
@@ -212,7 +219,8 @@ class Engine:
         with phase("score", role=self.role), torch.no_grad():
             microbatches = self._microbatches(batch)
             self._forward(batch, microbatches, keep, snapshot, record_routing=record_routing)
-            scored, routing_TLK = out.over_ranks(), None
+            scored = out.over_ranks()
+            routing_TLK = None
             if record_routing and self.routing is not None:
                 routing_TLK = self.routing.choices(microbatches, batch.tokens_T.numel())
         return replace(scored, routing_TLK=routing_TLK)
@@ -255,12 +263,14 @@ class Engine:
         assert self.snapshots.swapped_in is None, "a step on swapped-in weights would train the wrong model"
         assert denominators.loss > 0, "nothing is trained: the loss would be divided by 0"
         self.memory.require(*OffloadPart, arriving=[OffloadPart.optimizer])
-        batch, sums = batch.to(self.groups.device), RunningSums(self.groups)
+        batch = batch.to(self.groups.device)
+        sums = RunningSums(self.groups)
         out = TokenOutputs(self.head, True, batch.tokens_T.numel(), self.groups) if with_scores else None
 
         def differentiate(microbatch: Microbatch, output: Tensor) -> Tensor:
             # One view for all terms of the loss: autograd adds up gradients of one tensor in place, not those of two.
-            index, logits_NV = microbatch.index, output.view(-1, output.shape[-1])
+            index = microbatch.index
+            logits_NV = output.view(-1, output.shape[-1])
             inputs = self._loss_inputs(batch, microbatch, logits_NV, temperature, with_entropy or with_scores)
             if out is not None:
                 inputs = keep_scores(out, microbatch, inputs, with_entropy=with_entropy)
@@ -295,7 +305,8 @@ class Engine:
             scores = None if out is None else out.over_ranks()
             with phase("optimizer"):
                 self.memory.require(OffloadPart.optimizer)
-                lr, stepped = self.optimizer.lr, self.optimizer.step(loss_is_finite=math.isfinite(loss_value))
+                lr = self.optimizer.lr
+                stepped = self.optimizer.step(loss_is_finite=math.isfinite(loss_value))
             if self.routing is not None:
                 metrics |= self.routing.metrics(denominators)
             skipped = self._note_outcome(stepped.grad_norm, stepped.finite)
@@ -446,7 +457,8 @@ class Engine:
             logprobs_N, entropy_N = self._logprobs(microbatch, output_NV, temperature, with_entropy)
             logprobs_N = logprobs_N.masked_fill(nothing_N, 0)
             entropy_N = None if entropy_N is None else entropy_N.masked_fill(nothing_N, 0)
-        at_targets, mask_N = microbatch.at_targets, microbatch.at_targets(batch.mask_T)
+        at_targets = microbatch.at_targets
+        mask_N = at_targets(batch.mask_T)
         assert mask_N is not None
         return LossInputs(
             mask_N=mask_N,

@@ -84,7 +84,10 @@ class _FullKl(torch.autograd.Function):
         group: dist.ProcessGroup | None,
         rows: int,
     ) -> Tensor:
-        ctx.num_valid, ctx.inverse_temperature, ctx.soft_cap, ctx.rows = num_valid, inverse_temperature, soft_cap, rows
+        ctx.num_valid = num_valid
+        ctx.inverse_temperature = inverse_temperature
+        ctx.soft_cap = soft_cap
+        ctx.rows = rows
         chunks = _chunks(ctx, logits_TV, reference_MV, rows_M)
         maxima, sums = joined_sums(chunks, len(rows_M), logits_TV.device, group)
         mean_M1 = sums[2] / sums[0]

@@ -47,8 +47,10 @@ def resolve_fusions(
 ) -> tuple[Fusions, list[Violation]]:
     """(what is used, violations).  layer_spec: resolved, not ``auto``."""
     violations = []
-    accumulates, permutes = config.gradient_accumulation_fusion, config.moe.permute_fusion
-    no_accumulation, no_permutation = _no_accumulation(platform), _no_permutation(model, platform)
+    accumulates = config.gradient_accumulation_fusion
+    permutes = config.moe.permute_fusion
+    no_accumulation = _no_accumulation(platform)
+    no_permutation = _no_permutation(model, platform)
     for key, wanted, problem in (
         ("gradient_accumulation_fusion", accumulates, no_accumulation),
         ("moe.permute_fusion", permutes, no_permutation),
@@ -129,7 +131,8 @@ def _no_permutation(model: ModelConfig, platform: Platform) -> str | None:
 def _flex_violations(backend: FlexBackend, layout: Layout, platform: Platform) -> list[Violation]:
     """Refuses the flex dispatcher where ``MoEFlexTokenDispatcher`` (token_dispatcher.py) would raise."""
     there = {FlexBackend.deepep: fused_a2a.HAVE_DEEP_EP, FlexBackend.hybridep: fused_a2a.HAVE_HYBRIDEP}
-    violations, remedy = [], "Write moe.dispatcher=alltoall"
+    violations = []
+    remedy = "Write moe.dispatcher=alltoall"
     if not platform.is_accelerator:
         violations.append(Violation("moe.dispatcher", "flex", "its kernels are for accelerators", remedy))
     elif not there[backend]:

@@ -50,10 +50,17 @@ class PackedGatedDeltaNet(GatedDeltaNet):  # type: ignore[misc]  # Megatron is u
         MegatronModule.__init__(self, config)
         assert pg_collection is not None, "the layer passes its groups on"
         assert config.sequence_parallel == (pg_collection.tp.size() > 1), "with tensor comes sequence parallelism"
-        self.layer_number, self.pg_collection, self.linear = layer_number, pg_collection, linear
+        self.layer_number = layer_number
+        self.pg_collection = pg_collection
+        self.linear = linear
         # What ``GatedDeltaNet.sharded_state_dict`` and ``reset_parameters`` read, in either version of Megatron.
-        self.tp_size, self.conv_bias, self.conv_init, self.A_init_range = pg_collection.tp.size(), False, None, (1, 16)
-        self.qk_dim, self.v_dim, self.num_value_heads = linear.key_dim, linear.value_dim, linear.num_value_heads
+        self.tp_size = pg_collection.tp.size()
+        self.conv_bias = False
+        self.conv_init = None
+        self.A_init_range = (1, 16)
+        self.qk_dim = linear.key_dim
+        self.v_dim = linear.value_dim
+        self.num_value_heads = linear.num_value_heads
         self.in_proj_dim = 2 * self.qk_dim + 2 * self.v_dim + 2 * self.num_value_heads
         self.conv_dim_local_tp = (2 * self.qk_dim + self.v_dim) // self.tp_size
         keys = self.qk_dim_local_tp = self.qk_dim // self.tp_size
@@ -65,7 +72,9 @@ class PackedGatedDeltaNet(GatedDeltaNet):  # type: ignore[misc]  # Megatron is u
         self.reset_parameters()
 
     def _build(self, submodules: GatedDeltaNetSubmodules) -> None:
-        config, groups, dtype = self.config, self.pg_collection, self.config.params_dtype
+        config = self.config
+        groups = self.pg_collection
+        dtype = self.config.params_dtype
         self.in_proj = build_module(
             submodules.in_proj, config.hidden_size, self.in_proj_dim, config=config, init_method=config.init_method,
             gather_output=False, bias=False, skip_bias_add=False, is_expert=False, tp_comm_buffer_name="fc1",
@@ -105,7 +114,8 @@ class PackedGatedDeltaNet(GatedDeltaNet):  # type: ignore[misc]  # Megatron is u
         assert not given, f"linear attention knows no {given}"
         projected, _ = self.in_proj(hidden_states)
         rows, batch, _ = projected.shape
-        cp, cp_rank = self.pg_collection.cp.size(), self.pg_collection.cp.rank()
+        cp = self.pg_collection.cp.size()
+        cp_rank = self.pg_collection.cp.rank()
         if packed_seq_params is None:
             packed = fixed_size(batch, rows * cp, cp, cp_rank, projected.device)
         else:
@@ -127,7 +137,8 @@ class PackedGatedDeltaNet(GatedDeltaNet):  # type: ignore[misc]  # Megatron is u
         return tensor_parallel.checkpoint(lambda x: self._of_rows(x, packed), False, inputs)
 
     def _of_rows(self, inputs: Tensor, packed: PackedSequences) -> Tensor:
-        cp, lengths = packed.cp, packed.padded_lengths
+        cp = packed.cp
+        lengths = packed.padded_lengths
         if cp == 1:
             return self._of_heads(inputs, lengths, part=0, parts=1)
         inputs = GatherRows.apply(  # type: ignore[no-untyped-call]
@@ -143,8 +154,10 @@ class PackedGatedDeltaNet(GatedDeltaNet):  # type: ignore[misc]  # Megatron is u
 
     def _of_heads(self, inputs_T: Tensor, lengths: tuple[int, ...], *, part: int, parts: int) -> Tensor:
         """The rule of all tokens for part ``part`` of this tensor rank's heads: [T, heads / parts, width of values]."""
-        linear, heads = self.linear, self.num_v_heads_local_tp
-        keys, values = self.qk_dim_local_tp, self.v_dim_local_tp
+        linear = self.linear
+        heads = self.num_v_heads_local_tp
+        keys = self.qk_dim_local_tp
+        values = self.v_dim_local_tp
 
         def own(x: Tensor, widths: list[int], dim: int) -> Tensor:
             if parts == 1:
@@ -153,7 +166,9 @@ class PackedGatedDeltaNet(GatedDeltaNet):  # type: ignore[misc]  # Megatron is u
 
         inputs_T = own(inputs_T, [keys, keys, values, heads, heads], -1)
         weight = own(self.conv1d.weight.squeeze(1), [keys, keys, values], 0)
-        keys, values, heads = keys // parts, values // parts, heads // parts
+        keys = keys // parts
+        values = values // parts
+        heads = heads // parts
         mixed_T, gates_T = torch.split(inputs_T, [2 * keys + values, 2 * heads], dim=-1)
         positions_T = row_positions(lengths, 1, 0, inputs_T.device)
         mixed_T = F.silu(causal_convolution(mixed_T, weight, positions_T))

@@ -104,7 +104,8 @@ class LatentAttention(Attention):
         self._build_projections(submodules)
 
     def _build_projections(self, submodules: MLASelfAttentionSubmodules) -> None:
-        config, mla = self.config, self.mla
+        config = self.config
+        mla = self.mla
         heads = config.num_attention_heads
 
         def down(kind: type, width: int, name: str) -> torch.nn.Module:
@@ -131,7 +132,8 @@ class LatentAttention(Attention):
             self.linear_q_down_proj = down(submodules.linear_q_down_proj, mla.q_lora_rank, "q_down_proj")
             self.linear_q_up_proj = up(submodules.linear_q_up_proj, mla.q_lora_rank, query_width, "q_up_proj")
             self.q_layernorm = norm(submodules.q_layernorm, mla.q_lora_rank)
-        latent, head_width = mla.kv_lora_rank, mla.qk_nope_head_dim + mla.v_head_dim
+        latent = mla.kv_lora_rank
+        head_width = mla.qk_nope_head_dim + mla.v_head_dim
         self.linear_kv_down_proj = down(submodules.linear_kv_down_proj, latent + mla.qk_rope_head_dim, "kv_down_proj")
         self.linear_kv_up_proj = up(submodules.linear_kv_up_proj, latent, head_width, "kv_up_proj")
         self.kv_layernorm = norm(submodules.kv_layernorm, latent)
@@ -165,7 +167,8 @@ class LatentAttention(Attention):
         hidden_states: [s / tp, b, H].  Returns [s, b, heads / tp, width], packed [t, heads / tp, width].  Width of a
         value: ``v_head_dim``; of query and key: unrotated plus rotated part.
         """
-        mla, heads = self.mla, self.num_attention_heads_per_partition
+        mla = self.mla
+        heads = self.num_attention_heads_per_partition
         if mla.q_lora_rank is None:
             query, _ = self.linear_q_proj(hidden_states)
         else:
@@ -197,9 +200,11 @@ class LatentAttention(Attention):
             firsts: tuple[int, ...] = ()
         else:
             assert isinstance(packed, PackedSequences), "the lengths of packed sequences are needed on the host"
-            lengths, firsts = packed.padded_lengths, packed.first_positions
+            lengths = packed.padded_lengths
+            firsts = packed.first_positions
         positions = row_positions(lengths, cp_group.size(), cp_group.rank(), like.device, firsts)
         angles = torch.outer(positions, self.inverse_frequencies)
         angles = angles.view(-1, *(1,) * (like.dim() - 2), angles.shape[1])
-        cos, sin = angles.cos() * self.cos_sin_factor, angles.sin() * self.cos_sin_factor
+        cos = angles.cos() * self.cos_sin_factor
+        sin = angles.sin() * self.cos_sin_factor
         return cos.to(like.dtype), sin.to(like.dtype)

@@ -51,7 +51,8 @@ _LINEAR_ATTENTION_KEYS = {"input_layernorm.": "self_attention.in_proj.layer_norm
 
 def _local_layer(model: ModelConfig, layer: int) -> ModuleSpec:
     """Decoder layer ``layer`` (from 0) of Megatron's own parallel linears and our norm, attention and router."""
-    has_experts, is_linear = model.has_experts(layer), model.is_linear(layer)
+    has_experts = model.has_experts(layer)
+    is_linear = model.is_linear(layer)
     output_linear = NormedRowParallelLinear if model.sandwich_norm else RowParallelLinear
     linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=output_linear)
     mlp = dense_mlp(MLP, ModuleSpec, linears)
@@ -126,7 +127,8 @@ def _local_attention(model: ModelConfig, output_linear: type) -> ModuleSpec:
 
 def _head_norms(model: ModelConfig) -> tuple[Any, Any]:
     """What queries and keys pass between their projection and the rotation."""
-    factor, rotated = model.rope.attention_factor, model.rotary_dim
+    factor = model.rope.attention_factor
+    rotated = model.rotary_dim
     if factor != 1.0 and rotated < model.head_dim:
         assert not model.qk_norm, "the scale of the rotation stands where the norm of the keys would"
         return IdentityOp, ModuleSpec(module=ScaledKeyPart, params={"scale": factor**2, "rotary_dim": rotated})
@@ -203,7 +205,8 @@ def _transformer_engine_layer(model: ModelConfig, config: TransformerConfig, *, 
     )
     if model.mla is not None:
         attention = spec.submodules.self_attention
-        attention.module, attention.params = LatentAttention, attention.params | {"model": model}
+        attention.module = LatentAttention
+        attention.params = attention.params | {"model": model}
         widths = {"k_channels": model.head_dim, "v_channels": model.mla.v_head_dim}
         attention.submodules.core_attention = ModuleSpec(module=attention.submodules.core_attention, params=widths)
     if model.mla is None and not config.qk_layernorm:

@@ -147,14 +147,19 @@ class _TokenLogprobs(torch.autograd.Function):
         if with_entropy:
             parts.append((weighted_T1 + moved_T1 * sum_T1) * scale_T1)
         sums = all_reduce(torch.stack(parts), dist.ReduceOp.SUM, group)
-        sum_T1, target_z_T1 = sums[0], sums[1]
+        sum_T1 = sums[0]
+        target_z_T1 = sums[1]
         mean_T1 = sums[2] / sum_T1 if with_entropy else None
         log_sum_T1 = sum_T1.log()
 
         ctx.set_materialize_grads(False)  # an output that the loss left out must arrive as None, not as zeros
         ctx.save_for_backward(logits_TV, local_T1, owned_T1, global_max_T1, sum_T1, mean_T1, target_z_T1)
-        ctx.num_valid, ctx.inverse_temperature, ctx.soft_cap, ctx.rows = num_valid, inverse_temperature, soft_cap, rows
-        ctx.skips_untrained, ctx.overwritten = skips_untrained, False
+        ctx.num_valid = num_valid
+        ctx.inverse_temperature = inverse_temperature
+        ctx.soft_cap = soft_cap
+        ctx.rows = rows
+        ctx.skips_untrained = skips_untrained
+        ctx.overwritten = False
         entropy_T = None if mean_T1 is None else (log_sum_T1 - mean_T1).squeeze(1)
         return (target_z_T1 - log_sum_T1).squeeze(1), entropy_T
 
@@ -171,7 +176,8 @@ class _TokenLogprobs(torch.autograd.Function):
         # dlogits = exp(z) (offset + slope z) + g_lp onehot, all of it already divided by the temperature
         chosen_T1 = _column(grad_logprobs_T, sum_T1) * ctx.inverse_temperature
         if grad_entropy_T is None:
-            slope_T1, offset_T1 = None, -chosen_T1 / sum_T1
+            slope_T1 = None
+            offset_T1 = -chosen_T1 / sum_T1
         else:
             slope_T1 = _column(grad_entropy_T, sum_T1) * (-ctx.inverse_temperature) / sum_T1
             offset_T1 = -chosen_T1 / sum_T1 - slope_T1 * mean_T1
@@ -217,12 +223,14 @@ def _local_sums(
         return logits_kernels.local_sums(logits_TV, inverse_temperature, soft_cap, with_entropy)
     num_tokens, num_columns = logits_TV.shape
     shift_T1 = logits_TV.new_full((num_tokens, 1), _FLOAT_MAX, dtype=torch.float32)  # -m; no columns: m = -max
-    sum_T1, weighted_T1 = torch.zeros_like(shift_T1), torch.zeros_like(shift_T1)
+    sum_T1 = torch.zeros_like(shift_T1)
+    weighted_T1 = torch.zeros_like(shift_T1)
     if num_columns == 0:  # all of this rank's columns are padding
         return -shift_T1, sum_T1, weighted_T1
     scratch_CV = logits_TV.new_empty((2, min(rows, num_tokens), num_columns), dtype=torch.float32)
     for span in _spans(num_tokens, rows):
-        chunk_CV, shift_C1 = logits_TV[span], shift_T1[span]
+        chunk_CV = logits_TV[span]
+        shift_C1 = shift_T1[span]
         z_CV, exp_CV = scratch_CV[:, : chunk_CV.shape[0]]
         source_CV = _as_float32(chunk_CV, z_CV) if soft_cap is None else _cap(chunk_CV, soft_cap, out=z_CV)
         torch.amax(source_CV, dim=1, keepdim=True, out=shift_C1)

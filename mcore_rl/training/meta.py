@@ -61,7 +61,8 @@ def meta_chunks(
     try:
         groups = init_groups(layout, detect(Device.cpu), device, seed=0)
         config = transformer_config(model, parallel, EngineConfig(), LayerSpec.local)
-        config.use_cpu_initialization, config.perform_initialization = True, False
+        config.use_cpu_initialization = True
+        config.perform_initialization = False
         with device:
             yield build_chunks(model, config, parallel, LayerSpec.local, groups, head=head)
     finally:

@@ -153,7 +153,8 @@ def build_microbatches(
     Raises ConfigError when a sequence or a pair has more than ``tokens``, ``sequences`` or ``patches``.  Collective
     over the data-parallel ranks.
     """
-    budget, units = None, units_of(batch.pairs_S or [None] * len(batch.lengths_S))
+    budget = None
+    units = units_of(batch.pairs_S or [None] * len(batch.lengths_S))
     refuse_if_any(
         [*_unit_violations(batch, units, groups, tokens, sequences), *_patch_violations(batch, units, patches)]
     )
@@ -194,7 +195,8 @@ def _unit_violations(
         if max(map(len, units)) <= sequences:
             return []
         return [Violation("microbatch_sequences", sequences, "parts the two sequences of a pair", "Write 2 or more")]
-    multiple, cp = split_multiple(groups), groups.layout.cp
+    multiple = split_multiple(groups)
+    cp = groups.layout.cp
     costs = [sum(padded_lengths([batch.lengths_S[i] for i in members], cp)) for members in units]
     unit = "sequence" if batch.pairs_S is None else "pair"
     return budget_violations([padded_length(cost, multiple) for cost in costs], tokens, unit=unit)
@@ -215,13 +217,15 @@ def _shared_units(batch: TrainBatch, budget: int) -> list[list[Stem]]:
 def _routed_alike(batch: TrainBatch, stems: Sequence[Stem]) -> list[Stem]:
     """``stems`` with trunks that end where the choices of experts to replay differ."""
     assert batch.routing_TLK is not None
-    starts, alike = batch.offsets_S, []
+    starts = batch.offsets_S
+    alike = []
     for stem in stems:
         first, *others = (slice(starts[index], starts[index] + stem.shared) for index in stem.members)
         for other in others:
             same_C = (batch.routing_TLK[first] == batch.routing_TLK[other]).flatten(1).all(1)
             if batch.unrouted_T is not None:
-                free_C, other_free_C = batch.unrouted_T[first], batch.unrouted_T[other]
+                free_C = batch.unrouted_T[first]
+                other_free_C = batch.unrouted_T[other]
                 same_C = (free_C & other_free_C) | (same_C & (free_C == other_free_C))
             alike.append(same_C.long().cumprod(0).sum())
     if not alike:
@@ -327,7 +331,9 @@ class _Run:
 
 
 def _runs(stems: Sequence[Stem], batch: TrainBatch) -> list[_Run]:
-    starts, lengths, runs = batch.offsets_S, batch.lengths_S, list[_Run]()
+    starts = batch.offsets_S
+    lengths = batch.lengths_S
+    runs = list[_Run]()
     slot = 0
     for stem in stems:
         trunk = None
@@ -362,7 +368,10 @@ def _build(
     else:
         padded = [width] * rows
 
-    sources, targets, slots, positions = [], [], [], []
+    sources = []
+    targets = []
+    slots = []
+    positions = []
     nothing = _Run(0, 0, 0, NOWHERE)
     for number, padded_size in enumerate(padded):
         run = runs[number] if number < len(runs) else nothing
@@ -371,7 +380,9 @@ def _build(
         targets.append(torch.where(position < run.predicting, run.start + position + 1, NOWHERE))
         slots.append(torch.where(position < run.length, run.slot, NOWHERE))
         positions.append(run.first + position)
-    layout, coords, device = groups.layout, groups.coords, groups.device
+    layout = groups.layout
+    coords = groups.coords
+    device = groups.device
     mine = split_indices(tuple(padded), layout.cp, coords.cp)
     sources_N, targets_N, sequence_N, positions_N = (
         torch.cat(parts)[mine].to(device) for parts in (sources, targets, slots, positions)
@@ -444,7 +455,8 @@ def _pictures(
     if batch.images_S is None or batch.feature_T is None:
         return (), None
     pictures = {image.key: image for member in members for image in batch.images_S[member]}
-    first, num_features = dict[str, int](), 0
+    first = dict[str, int]()
+    num_features = 0
     for key, image in pictures.items():
         first[key] = num_features
         num_features += image.tokens

@@ -75,7 +75,8 @@ class FiniteWatch:
 
     def explain(self) -> str:
         """The first cause over all ranks, in words.  Collective over the world."""
-        rank, coords = self.groups.rank, str(self.groups.coords)
+        rank = self.groups.rank
+        coords = str(self.groups.coords)
         mine = [
             (is_gradient, order, microbatch, rank, where, coords)
             for is_gradient, order, microbatch, where, extremes in self._flags

@@ -85,7 +85,8 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x, weight = ctx.saved_tensors
-        rows_TH, grads_TH = x.reshape(-1, x.shape[-1]), grad.reshape(-1, x.shape[-1])
+        rows_TH = x.reshape(-1, x.shape[-1])
+        grads_TH = grad.reshape(-1, x.shape[-1])
         is_trained = ctx.needs_input_grad[1]
         of_rows_TH, of_weight = normed_back(grads_TH, rows_TH, weight, ctx.eps, ctx.zero_centered, is_trained)
         return of_rows_TH.view(x.shape), of_weight, None, None
@@ -106,9 +107,11 @@ def normed_back(
 ) -> tuple[Tensor, Tensor | None]:
     """The gradients of rows and weight.  is_trained: the weight has one."""
     quotients_TH, scales_T1 = _quotients(rows_TH, eps)
-    factors_TH, rounded_TH = (grads_TH * weight_H).float(), quotients_TH.to(rows_TH.dtype)
+    factors_TH = (grads_TH * weight_H).float()
+    rounded_TH = quotients_TH.to(rows_TH.dtype)
     if zero_centered:
-        factors_TH, rounded_TH = grads_TH.float() * (1.0 + weight_H.float()), quotients_TH
+        factors_TH = grads_TH.float() * (1.0 + weight_H.float())
+        rounded_TH = quotients_TH
     of_weight_H = (grads_TH * rounded_TH).sum(0).to(weight_H.dtype) if is_trained else None
     shares_T1 = (factors_TH * quotients_TH).mean(-1, keepdim=True)
     return ((factors_TH - quotients_TH * shares_T1) * scales_T1).to(rows_TH.dtype), of_weight_H

@@ -143,7 +143,8 @@ class Offload:
 
         behind: parts that only begin to leave.  They count as away, and the next ``offload`` frees their memory.
         """
-        begin, wanted = time.perf_counter(), set(parts)
+        begin = time.perf_counter()
+        wanted = set(parts)
         going = {part: self._going(part) for part in OffloadPart if part in wanted and part not in self._away}
         self._away |= going
         self._start_leaving([away for part, held in going.items() if part not in behind for away in held])
@@ -161,7 +162,9 @@ class Offload:
 
         behind: parts that only begin to come.  They have their device memory; ``require`` them before they are used.
         """
-        begin, wanted, moved = time.perf_counter(), set(parts), {}
+        begin = time.perf_counter()
+        wanted = set(parts)
+        moved = {}
         for part in OffloadPart:  # what is needed first comes first
             if part in wanted:
                 coming = self._away.pop(part, [])

@@ -85,7 +85,8 @@ class PictureFeatures:
         assert packed is not None and microbatch.feature_N is not None, "pictures are packed"
         features = self._features(microbatch).to(hidden.dtype)
         feature_M = microbatch.feature_N[microbatch.router_rows_M]
-        has_M, index_M = feature_M >= 0, feature_M.clamp(min=0)
+        has_M = feature_M >= 0
+        index_M = feature_M.clamp(min=0)
         own, *others = features.split(self.hidden_size, dim=-1)
         hidden = torch.where(has_M[:, None, None], own[index_M][:, None], hidden)
         if others:

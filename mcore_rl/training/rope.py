@@ -73,10 +73,13 @@ def _yarn(rope: RopeConfig, powers: Tensor, base: float, dim: int) -> Tensor:
         waves = rope.original_max_position_embeddings / (rotations * 2 * math.pi)
         return (dim * math.log(waves)) / (2 * math.log(base))
 
-    low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
+    low = dimension(rope.beta_fast)
+    high = dimension(rope.beta_slow)
     if rope.truncate:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, dim - 1)
+        low = math.floor(low)
+        high = math.ceil(high)
+    low = max(low, 0)
+    high = min(high, dim - 1)
     if low == high:
         high += 0.001  # a step, not a division by 0
     kept = 1 - torch.clamp((torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low), 0, 1)
@@ -128,7 +131,8 @@ class PackedRotaryEmbedding(RotaryEmbedding):  # type: ignore[misc]  # Megatron 
 
     def forward(self, *args: Any, **options: Any) -> Tensor:
         """Cosines, then sines, [rows of this context rank, 1, 1, 2 * frequencies]; Megatron's arguments."""
-        cp, device = self.cp_group, self.inv_freq.device
+        cp = self.cp_group
+        device = self.inv_freq.device
         positions = row_positions(self.padded_lengths, cp.size(), cp.rank(), device, self.first_positions)
         angles = torch.outer(positions, self.inv_freq)
         return torch.cat([angles.cos(), angles.sin()], dim=-1).to(self.dtype)[:, None, None]
@@ -183,7 +187,8 @@ class ScaledKeyPart(torch.nn.Module):
 
     def __init__(self, config: object, hidden_size: int, eps: float, scale: float, rotary_dim: int) -> None:
         super().__init__()
-        self.scale, self.rotary_dim = scale, rotary_dim
+        self.scale = scale
+        self.rotary_dim = rotary_dim
 
     def forward(self, key: Tensor) -> Tensor:
         """key: [..., head_dim]; the result has its shape and dtype."""

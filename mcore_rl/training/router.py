@@ -146,7 +146,8 @@ class Router(TopKRouter):
 
     def connect(self, state: RouterState, layer: int) -> None:
         """Join ``state`` as its layer number ``layer``."""
-        self.state, self.layer = state, layer
+        self.state = state
+        self.layer = layer
 
     def forget_recompute(self) -> None:
         """Drop what a failed step left in the queue."""

@@ -34,7 +34,9 @@ class Routing:
         terms: MoeTrainConfig,
         groups: ProcessGroups,
     ) -> None:
-        self.groups, self.num_layers, self.top_k = groups, num_layers, moe.top_k
+        self.groups = groups
+        self.num_layers = num_layers
+        self.top_k = moe.top_k
         self.choice_dtype = torch.uint8 if moe.choice_bytes == 1 else torch.int16
         self.routers = routers_of(models)
         layers = [router.layer_number - 1 for router in self.routers]  # none in a stage of dense layers
@@ -70,10 +72,12 @@ class Routing:
         """
         assert (purpose is Purpose.train) == (denominators is not None), "only training divides by the global counts"
         self.state.reset()
-        self.state.purpose, self.state.record = purpose, record
+        self.state.purpose = purpose
+        self.state.record = record
         self._routing_TLK, self._unrouted_T = (batch.routing_TLK, batch.unrouted_T) if replay else (None, None)
         if denominators is not None:
-            self.state.tokens, self.state.sequences = denominators.tokens, denominators.sequences
+            self.state.tokens = denominators.tokens
+            self.state.sequences = denominators.sequences
         for router in self.routers:
             router.forget_recompute()
 
@@ -99,7 +103,8 @@ class Routing:
         """
         if self._routing_TLK is None:
             return None, None
-        places_M, free_M = sources_M.clamp(min=0), sources_M == NOWHERE
+        places_M = sources_M.clamp(min=0)
+        free_M = sources_M == NOWHERE
         if self._unrouted_T is not None:
             free_M = free_M | self._unrouted_T[places_M]
         return self._routing_TLK[places_M][:, self.layers], free_M

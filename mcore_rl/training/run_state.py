@@ -72,12 +72,14 @@ def begin_save(
     optimizer state are read from host memory.
     """
     state, tensors = _state_of(engine, table)
-    contents, unchanging = dict[str, Tensor](), set[str]()
+    contents = dict[str, Tensor]()
+    unchanging = set[str]()
     for name, host in zip(tensors, engine.memory.away(tensors.values()), strict=True):
         contents[name] = tensors[name] if host is None else host.tensor
         if host is not None and host.unchanging:
             unchanging.add(name)
-    path, metadata = state_file(directory, state.rank), state.metadata()
+    path = state_file(directory, state.rank)
+    metadata = state.metadata()
     writer.begin(path, contents, metadata, behind=behind, unchanging=unchanging, beside=beside)
 
 
@@ -94,7 +96,8 @@ def load_run_state(engine: Engine, table: Table, directory: Path) -> bool:
     anything is changed: a file that is missing or damaged, another role, parts that this model needs and no file holds.
     """
     engine.memory.require(OffloadPart.weights, OffloadPart.optimizer)
-    rank, layout = engine.groups.rank, engine.groups.layout
+    rank = engine.groups.rank
+    layout = engine.groups.layout
     with StoredState.open(directory, prefer=rank) as stored:
         first = stored.ranks[0]
         if (first.role, first.head) != (engine.role, engine.head):
@@ -133,11 +136,16 @@ def load_run_state(engine: Engine, table: Table, directory: Path) -> bool:
 def _state_of(engine: Engine, table: Table) -> tuple[RankState, dict[str, Tensor]]:
     """(the description of this rank's state, its tensors by their names in the file)."""
     assert engine.snapshots.swapped_in is None, "the weights in place are those of a snapshot"
-    groups, optimizer, adam_step = engine.groups, engine.optimizer, _adam_step(engine)
-    bound, shards, tensors = bind(engine.models, table, groups.rank), list[StateShard](), dict[str, Tensor]()
+    groups = engine.groups
+    optimizer = engine.optimizer
+    adam_step = _adam_step(engine)
+    bound = bind(engine.models, table, groups.rank)
+    shards = list[StateShard]()
+    tensors = dict[str, Tensor]()
 
     def keep(each: Bound, begin: int, rows: dict[str, Tensor]) -> None:
-        shape, end = table.shape(each.local), begin + next(iter(rows.values())).numel()
+        shape = table.shape(each.local)
+        end = begin + next(iter(rows.values())).numel()
         pieces = pieces_of_range(table.pieces(each.local), shape, begin, end)
         name = f"{each.local.chunk}/{each.local.name}"
         shards.append(StateShard(name, shape, begin, end, pieces, tuple(rows)))
@@ -186,7 +194,8 @@ def _ranges(engine: Engine, bound: Sequence[Bound]) -> list[_Range]:
     """The ranges of trained tensors that this rank's optimizer holds; other data ranks hold the rest."""
     if engine.optimizer is None:
         return []
-    bound_of, ranges = {id(each.tensor): each for each in bound}, list[_Range]()
+    bound_of = {id(each.tensor): each for each in bound}
+    ranges = list[_Range]()
     for part in engine.optimizer.megatron.chained_optimizers:
         if part.is_stub_optimizer:  # this rank has no tensors of its kind
             continue

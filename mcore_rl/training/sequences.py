@@ -144,7 +144,9 @@ class PackedSequences(PackedSeqParams):
             if self.trunks:
                 seen = tuple(own + before for own, before in zip(seen, self.first_positions, strict=True))
             return Segments(tuple(range(len(self.padded_lengths))), self.padded_lengths, seen)
-        sequences, queries, keys = [], [], []
+        sequences = []
+        queries = []
+        keys = []
         for index, length in enumerate(self.padded_lengths):
             chunk = length // (2 * self.cp)
             for position in (self.cp_rank, 2 * self.cp - 1 - self.cp_rank):

@@ -28,7 +28,8 @@ class Snapshots:
         tensors = [tensor for chunk in chunks for tensor in (*chunk.parameters(), *chunk.buffers())]
         self._live = [tensor for tensor in tensors if id(tensor) not in frozen]
         self._buffers = [tensor for chunk in chunks for tensor in chunk.buffers()]
-        self._chunks, self._platform = chunks, platform
+        self._chunks = chunks
+        self._platform = platform
         self._kept: dict[str, list[Tensor]] = {}
         self._moves: dict[str, Moves] = {}
         self._means: dict[str, list[Tensor]] = {}  # float32, of those that are averages

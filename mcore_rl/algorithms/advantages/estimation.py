@@ -164,7 +164,8 @@ def estimate_advantages(
 
     Untrained tokens get 0.  Returns are never whitened.
     """
-    raw, of_tokens = token_advantages(inputs, config), None
+    raw = token_advantages(inputs, config)
+    of_tokens = None
     if raw is not None:
         of_tokens = Spreads.of(inputs.trained.gather(raw.advantages_T), inputs.counts_S)
     concluded = estimate(group_S, inputs.scores_S, inputs.counts_S, of_tokens, config, parts_SK=parts_SK)

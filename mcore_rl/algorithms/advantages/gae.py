@@ -28,7 +28,8 @@ def gae(inputs: AdvantageInputs, config: GaeConfig) -> Advantages:
 def temporal_differences(inputs: AdvantageInputs, gamma: float) -> tuple[Tensor, Tensor]:
     """(``delta_t = r_t + gamma V_{t+1} - V_t``, ``V_t``) of the trained tokens, [M]."""
     assert inputs.values_T is not None
-    values_M, rewards_M = inputs.trained.gather(inputs.values_T), inputs.trained.gather(inputs.rewards_T)
+    values_M = inputs.trained.gather(inputs.values_T)
+    rewards_M = inputs.trained.gather(inputs.rewards_T)
     next_values_M = torch.zeros_like(values_M)
     next_values_M[:-1] = values_M[1:]
     last_S = inputs.counts_S.cumsum(0) - 1

@@ -15,5 +15,6 @@ def gpg(groups: PromptGroups, config: AlgorithmConfig) -> Tensor:
     These M have no gradient, and alpha takes them out of the average.  verl counts responses of score 0 instead.
     """
     silent_S = groups.member_S & (groups.deviations() == 0)
-    total, silent = int(groups.member_S.sum()), int(silent_S.sum())
+    total = int(groups.member_S.sum())
+    silent = int(silent_S.sum())
     return groups.centred() * (total / max(total - silent, 1))

@@ -31,7 +31,8 @@ class AdvantageInputs:
     greedy_S: Tensor | None = None
 
     def __post_init__(self) -> None:
-        num_sequences, num_tokens = len(self.lengths_S), sum(self.lengths_S)
+        num_sequences = len(self.lengths_S)
+        num_tokens = sum(self.lengths_S)
         assert self.mask_T.dtype == torch.bool, "masks are bool"
         for name, tensor, rows in (
             ("mask_T", self.mask_T, num_tokens),

@@ -39,7 +39,8 @@ def at_tokens(x_S: Tensor, lengths_S: Sequence[int]) -> Tensor:
 
 def last_trained(mask_T: Tensor, lengths_S: Sequence[int]) -> Tensor:
     """The positions in T of the last trained token of each sequence that has one; int64, ascending."""
-    places, end = [], 0
+    places = []
+    end = 0
     mask = mask_T.numpy()
     for length in lengths_S:
         backwards = mask[end : end + length][::-1]
@@ -59,7 +60,8 @@ class Trained:
     def __init__(self, mask_T: Tensor) -> None:
         mask = mask_T.numpy()
         changes = np.flatnonzero(mask[1:] ^ mask[:-1]) + 1
-        self.mask_T, self.count = mask_T, int(np.count_nonzero(mask))
+        self.mask_T = mask_T
+        self.count = int(np.count_nonzero(mask))
         self._sizes: list[int] = np.diff(changes, prepend=0, append=len(mask)).tolist()
         self._first = 0 if len(mask) and mask[0] else 1  # runs are trained and untrained in turn
 
@@ -144,7 +146,8 @@ class Spreads(SentAsArrays):
         present_S = self.counts_S > 0
         if not bool(present_S.any()):
             return None
-        counts, means = self.counts_S[present_S], self.means_S[present_S]
+        counts = self.counts_S[present_S]
+        means = self.means_S[present_S]
         count = float(counts.sum())
         from_first = means - means[0]
         mean = float((counts * from_first).sum() / count)

@@ -19,7 +19,8 @@ def win_rate(groups: PromptGroups, config: SppoConfig) -> Tensor:
     The paper's ``P(y > pi_t | x)`` (eq. 4.4) averages a preference model's probabilities over the samples of a prompt,
     the response itself included; here scores decide, and a response does not compete with itself.
     """
-    margins_S, ranked_S = torch.zeros_like(groups.scores_S), groups.ranked_S
+    margins_S = torch.zeros_like(groups.scores_S)
+    ranked_S = groups.ranked_S
     for index in torch.unique(groups.index_S[groups.has_siblings_S]):
         members = (groups.member_S & (groups.index_S == index)).nonzero().squeeze(1)
         scores_N = ranked_S[members]

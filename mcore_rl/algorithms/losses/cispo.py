@@ -14,6 +14,7 @@ def cispo(inputs: LossInputs, config: ClippedConfig) -> TokenLosses:
     """
     assert inputs.logprobs_N is not None and inputs.advantages_N is not None
     ratio_N = log_ratios(inputs).detach().exp()
-    low, high = 1 - config.clip_low, 1 + config.clip_high
+    low = 1 - config.clip_low
+    high = 1 + config.clip_high
     loss_N = -ratio_N.clamp(low, high) * inputs.advantages_N * inputs.logprobs_N
     return TokenLosses(loss_N=loss_N, metrics=clip_metrics(below(ratio_N, low), above(ratio_N, high), inputs.mask_N))

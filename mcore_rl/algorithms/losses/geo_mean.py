@@ -18,14 +18,17 @@ def geo_mean(inputs: LossInputs, config: ClippedConfig) -> TokenLosses:
     is the paper's objective and verl's ``geo_mean``.
     """
     assert inputs.advantages_N is not None
-    advantages_N, changes_N = inputs.advantages_N, log_ratios(inputs)
-    low, high = -config.clip_low, config.clip_high
+    advantages_N = inputs.advantages_N
+    changes_N = log_ratios(inputs)
+    low = -config.clip_low
+    high = config.clip_high
     clipped_N = torch.where(advantages_N > 0, changes_N.clamp(max=high), changes_N.clamp(min=low))
     counts_S = inputs.sequence_sums(inputs.mask_N.to(changes_N.dtype)).clamp(min=1)
     mean_S = (inputs.sequence_sums(clipped_N.detach().masked_fill(~inputs.mask_N, 0)) / counts_S).clamp(
         -MAX_LOG_RATIO, MAX_LOG_RATIO
     )
     ratio_N = inputs.expand(mean_S.exp()) * (1 + clipped_N - clipped_N.detach())
-    low_N, high_N = changes_N < low - ROUNDING, changes_N > high + ROUNDING
+    low_N = changes_N < low - ROUNDING
+    high_N = changes_N > high + ROUNDING
     metrics = clip_metrics((advantages_N < 0) & low_N, (advantages_N > 0) & high_N, inputs.mask_N)
     return TokenLosses(loss_N=-advantages_N * ratio_N, metrics=metrics)

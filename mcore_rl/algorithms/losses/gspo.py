@@ -30,7 +30,8 @@ def gspo(inputs: LossInputs, config: ClippedConfig) -> TokenLosses:
     mean_change_S = (inputs.sequence_sums(changes_N) / counts_S).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     logprobs_N = inputs.logprobs_N.masked_fill(~inputs.mask_N, 0)
     ratio_N = (inputs.expand(mean_change_S) + logprobs_N - logprobs_N.detach()).exp()
-    low, high = 1 - config.clip_low, 1 + config.clip_high
+    low = 1 - config.clip_low
+    high = 1 + config.clip_high
     loss_N = torch.maximum(-advantages_N * ratio_N, -advantages_N * ratio_N.clamp(low, high))
     metrics = clip_metrics(
         (advantages_N < 0) & below(ratio_N, low), (advantages_N > 0) & above(ratio_N, high), inputs.mask_N

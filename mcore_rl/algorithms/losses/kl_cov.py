@@ -17,7 +17,8 @@ def kl_cov(inputs: LossInputs, config: KlCovConfig) -> TokenLosses:
     (``algorithms/selection.py``).  verl selects at least one in each microbatch.
     """
     assert inputs.selection_N is not None and inputs.advantages_N is not None, "kl_cov needs its selection"
-    changes_N, selected_N = log_ratios(inputs), inputs.selection_N >= 0
+    changes_N = log_ratios(inputs)
+    selected_N = inputs.selection_N >= 0
     paid_N = torch.where(selected_N, config.ppo_kl_coef * changes_N.abs(), 0)
     metrics = {"actor/selected_fraction": masked_sum(selected_N.float(), inputs.mask_N)}
     return TokenLosses(loss_N=paid_N - inputs.advantages_N * changes_N.exp(), metrics=metrics)

@@ -21,7 +21,8 @@ def ppo_clip(inputs: LossInputs, config: PpoClipConfig) -> TokenLosses:
     (A < 0).
     """
     loss_N, ratio_N = clipped_surrogate(inputs, config)
-    advantages_N, most = inputs.advantages_N, config.clip_ratio_c
+    advantages_N = inputs.advantages_N
+    most = config.clip_ratio_c
     assert advantages_N is not None
     metrics = surrogate_clips(ratio_N, advantages_N, inputs.mask_N, config)
     if most is not None:
@@ -42,5 +43,6 @@ def clipped_surrogate(inputs: LossInputs, config: ClippedConfig) -> tuple[Tensor
 @torch.no_grad()
 def surrogate_clips(ratio_N: Tensor, advantages_N: Tensor, mask_N: Tensor, config: ClippedConfig) -> dict[str, Tensor]:
     """The metrics of tokens that the clip leaves without gradient: below if A < 0, above if A > 0."""
-    low_N, high_N = below(ratio_N, 1 - config.clip_low), above(ratio_N, 1 + config.clip_high)
+    low_N = below(ratio_N, 1 - config.clip_low)
+    high_N = above(ratio_N, 1 + config.clip_high)
     return clip_metrics((advantages_N < 0) & low_N, (advantages_N > 0) & high_N, mask_N)
