@@ -47,7 +47,7 @@ class Outcomes(SentAsArrays):
         """The outcomes of the responses at the places ``members``, in this order."""
         chosen = list(members)
         given = {each.name: getattr(self, each.name) for each in fields(self)}
-        return Outcomes(**{name: None if value is None else value[chosen] for name, value in given.items()})
+        return Outcomes(**{name: value[chosen] for name, value in given.items() if value is not None})
 
 
 @dataclass(frozen=True, kw_only=True)

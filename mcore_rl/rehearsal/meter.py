@@ -132,7 +132,7 @@ class DeviceMeter(TorchDispatchMode):
     def track(self, result: Any, operation: str) -> None:
         """Count the memory of the tensors in ``result`` that is new."""
         for tensor in result if isinstance(result, (tuple, list)) else (result,):
-            if isinstance(tensor, FakeTensor) and tensor.fake_device == DEVICE:
+            if _is_on_device(tensor):
                 self._track(tensor, operation)
             elif isinstance(tensor, (tuple, list)):
                 self.track(tensor, operation)
@@ -232,7 +232,7 @@ class DeviceMeter(TorchDispatchMode):
             block.death = self.ledger.now
 
     def _waits(self, tensor: Tensor, operation: str) -> None:
-        if isinstance(tensor, FakeTensor) and tensor.fake_device == DEVICE:
+        if _is_on_device(tensor):
             self.read(operation)
 
     def values(self, tensor: FakeTensor) -> Any:
@@ -337,7 +337,7 @@ def _all_on_device(args: Iterable[Any], kwargs: dict[str, Any]) -> bool:
     for arg in (*args, *kwargs.values()):
         for each in arg if isinstance(arg, (list, tuple)) else (arg,):
             if isinstance(each, Tensor):
-                if not isinstance(each, FakeTensor) or each.fake_device != DEVICE:
+                if not _is_on_device(each):
                     return False
                 there = True
     return there

@@ -8,6 +8,7 @@ the advantage 0, never its raw reward.  A prompt that lost its other samples the
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -71,10 +72,14 @@ class PromptGroups:
     def ranked_S(self) -> Tensor:
         """``scores_S`` for comparisons: those that differ by rounding alone are equal, [S]."""
         ranked_S = self.scores_S.clone()
-        for index in torch.unique(self.index_S[self.member_S]):
-            members = (self.member_S & (self.index_S == index)).nonzero().squeeze(1)
+        for members in self.members_of(self.member_S):
             ranked_S[members] = ranked(self.scores_S[members], float(self.raw_S[members].abs().max()))
         return ranked_S
+
+    def members_of(self, chosen_S: Tensor) -> Iterator[Tensor]:
+        """The places of all members of each group that has a sequence where ``chosen_S``, bool, is set."""
+        for index in torch.unique(self.index_S[chosen_S]):
+            yield (self.member_S & (self.index_S == index)).nonzero().squeeze(1)
 
     def by(self, scores_S: Tensor) -> PromptGroups:
         """The same groups with other scores."""

@@ -20,8 +20,7 @@ def pass_at_k(groups: PromptGroups, config: PassAtKConfig) -> Tensor:
     members than k takes all of them as its k.
     """
     advantages_S = torch.zeros_like(groups.scores_S)
-    for index in torch.unique(groups.index_S[groups.has_siblings_S]):
-        members = (groups.member_S & (groups.index_S == index)).nonzero().squeeze(1)
+    for members in groups.members_of(groups.has_siblings_S):
         advantages_S[members] = _marginal(groups.scores_S[members], min(config.pass_k, len(members)))
     return advantages_S
 

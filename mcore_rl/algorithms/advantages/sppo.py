@@ -21,8 +21,7 @@ def win_rate(groups: PromptGroups, config: SppoConfig) -> Tensor:
     """
     margins_S = torch.zeros_like(groups.scores_S)
     ranked_S = groups.ranked_S
-    for index in torch.unique(groups.index_S[groups.has_siblings_S]):
-        members = (groups.member_S & (groups.index_S == index)).nonzero().squeeze(1)
+    for members in groups.members_of(groups.has_siblings_S):
         scores_N = ranked_S[members]
         margins_S[members] = (scores_N[:, None] - scores_N[None, :]).sign().mean(1) / 2
     return config.sppo_eta * margins_S * groups.sizes_S / (groups.sizes_S - 1).clamp(min=1)

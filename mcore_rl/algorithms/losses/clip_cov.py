@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mcore_rl.algorithms.losses.ppo_clip import clipped_surrogate, surrogate_clips
-from mcore_rl.algorithms.losses.token_losses import TokenLosses, masked_sum
+from mcore_rl.algorithms.losses.ppo_clip import clipped_surrogate
+from mcore_rl.algorithms.losses.token_losses import TokenLosses, log_ratios, masked_sum
 from mcore_rl.config.algorithms.clip_cov import ClipCovConfig
 from mcore_rl.types import LossInputs
 
@@ -18,12 +18,11 @@ def clip_cov(inputs: LossInputs, config: ClipCovConfig) -> TokenLosses:
     ``clip_cov_lb`` and ``clip_cov_ub`` (``algorithms/selection.py``).  verl selects in each microbatch, from its tokens
     that are not clipped.
     """
-    loss_N, ratio_N = clipped_surrogate(inputs, config)
-    assert inputs.selection_N is not None and inputs.advantages_N is not None, "clip_cov needs its selection"
+    assert inputs.selection_N is not None, "clip_cov needs its selection"
+    surrogate = clipped_surrogate(log_ratios(inputs).exp(), inputs, config)
     selected_N = inputs.selection_N >= 0
-    metrics = surrogate_clips(ratio_N, inputs.advantages_N, inputs.mask_N, config)
-    metrics["actor/selected_fraction"] = masked_sum(selected_N.float(), inputs.mask_N)
-    return TokenLosses(loss_N=loss_N.masked_fill(selected_N, 0), metrics=metrics)
+    selected = {"actor/selected_fraction": masked_sum(selected_N.float(), inputs.mask_N)}
+    return TokenLosses(loss_N=surrogate.loss_N.masked_fill(selected_N, 0), metrics=surrogate.metrics | selected)
 
 
 def clip_cov_keys(covariance_M: Tensor, uniform_M: Tensor, config: ClipCovConfig) -> Tensor:

@@ -2,16 +2,8 @@
 
 from __future__ import annotations
 
-import torch
-
-from mcore_rl.algorithms.losses.token_losses import (
-    MAX_LOG_RATIO,
-    TokenLosses,
-    above,
-    below,
-    clip_metrics,
-    log_ratios,
-)
+from mcore_rl.algorithms.losses.ppo_clip import clipped_surrogate
+from mcore_rl.algorithms.losses.token_losses import MAX_LOG_RATIO, TokenLosses, log_ratios
 from mcore_rl.config.clipping import ClippedConfig
 from mcore_rl.types import LossInputs
 
@@ -23,17 +15,10 @@ def gspo(inputs: LossInputs, config: ClippedConfig) -> TokenLosses:
     ``loss_agg_mode=seq_mean_token_mean`` and one advantage per response, its gradient is that of the sequence form.
     Clip ranges of this ratio are small: 3e-4 and 4e-4 in the paper.  There is no dual clip.
     """
-    assert inputs.logprobs_N is not None and inputs.advantages_N is not None
-    advantages_N = inputs.advantages_N
+    assert inputs.logprobs_N is not None
     changes_N = log_ratios(inputs).detach()
     counts_S = inputs.sequence_sums(inputs.mask_N.to(changes_N.dtype)).clamp(min=1)
     mean_change_S = (inputs.sequence_sums(changes_N) / counts_S).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     logprobs_N = inputs.logprobs_N.masked_fill(~inputs.mask_N, 0)
     ratio_N = (inputs.expand(mean_change_S) + logprobs_N - logprobs_N.detach()).exp()
-    low = 1 - config.clip_low
-    high = 1 + config.clip_high
-    loss_N = torch.maximum(-advantages_N * ratio_N, -advantages_N * ratio_N.clamp(low, high))
-    metrics = clip_metrics(
-        (advantages_N < 0) & below(ratio_N, low), (advantages_N > 0) & above(ratio_N, high), inputs.mask_N
-    )
-    return TokenLosses(loss_N=loss_N, metrics=metrics)
+    return clipped_surrogate(ratio_N, inputs, config)

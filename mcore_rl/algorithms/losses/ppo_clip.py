@@ -20,29 +20,32 @@ def ppo_clip(inputs: LossInputs, config: PpoClipConfig) -> TokenLosses:
     Metrics count tokens without gradient: those clipped below (A < 0) and above (A > 0), and apart those beyond c
     (A < 0).
     """
-    loss_N, ratio_N = clipped_surrogate(inputs, config)
-    advantages_N = inputs.advantages_N
-    most = config.clip_ratio_c
-    assert advantages_N is not None
-    metrics = surrogate_clips(ratio_N, advantages_N, inputs.mask_N, config)
-    if most is not None:
-        loss_N = torch.where(advantages_N < 0, torch.minimum(loss_N, -advantages_N * most), loss_N)
-        beyond_N = (advantages_N < 0) & above(ratio_N.detach(), most)
-        metrics["actor/clip_fraction_dual"] = masked_sum(beyond_N.float(), inputs.mask_N)
-    return TokenLosses(loss_N=loss_N, metrics=metrics)
-
-
-def clipped_surrogate(inputs: LossInputs, config: ClippedConfig) -> tuple[Tensor, Tensor]:
-    """(``max(-A r, -A clip(r, 1 - low, 1 + high))``, r), each [N] and with gradient."""
-    assert inputs.advantages_N is not None
     ratio_N = log_ratios(inputs).exp()
-    clipped_N = ratio_N.clamp(1 - config.clip_low, 1 + config.clip_high)
-    return torch.maximum(-inputs.advantages_N * ratio_N, -inputs.advantages_N * clipped_N), ratio_N
+    surrogate = clipped_surrogate(ratio_N, inputs, config)
+    most = config.clip_ratio_c
+    if most is None:
+        return surrogate
+    advantages_N = inputs.advantages_N
+    assert advantages_N is not None
+    bounded_N = torch.minimum(surrogate.loss_N, -advantages_N * most)
+    beyond_N = (advantages_N < 0) & above(ratio_N.detach(), most)
+    dual = {"actor/clip_fraction_dual": masked_sum(beyond_N.float(), inputs.mask_N)}
+    return TokenLosses(
+        loss_N=torch.where(advantages_N < 0, bounded_N, surrogate.loss_N), metrics=surrogate.metrics | dual
+    )
 
 
-@torch.no_grad()
-def surrogate_clips(ratio_N: Tensor, advantages_N: Tensor, mask_N: Tensor, config: ClippedConfig) -> dict[str, Tensor]:
-    """The metrics of tokens that the clip leaves without gradient: below if A < 0, above if A > 0."""
-    low_N = below(ratio_N, 1 - config.clip_low)
-    high_N = above(ratio_N, 1 + config.clip_high)
-    return clip_metrics((advantages_N < 0) & low_N, (advantages_N > 0) & high_N, mask_N)
+def clipped_surrogate(ratio_N: Tensor, inputs: LossInputs, config: ClippedConfig) -> TokenLosses:
+    """``max(-A r, -A clip(r, 1 - low, 1 + high))`` of ratios r, [N], with gradient.
+
+    Metrics count tokens that the clip leaves without gradient: below if A < 0, above if A > 0.
+    """
+    advantages_N = inputs.advantages_N
+    assert advantages_N is not None
+    low = 1 - config.clip_low
+    high = 1 + config.clip_high
+    loss_N = torch.maximum(-advantages_N * ratio_N, -advantages_N * ratio_N.clamp(low, high))
+    metrics = clip_metrics(
+        (advantages_N < 0) & below(ratio_N, low), (advantages_N > 0) & above(ratio_N, high), inputs.mask_N
+    )
+    return TokenLosses(loss_N=loss_N, metrics=metrics)
