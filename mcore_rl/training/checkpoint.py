@@ -34,12 +34,13 @@ from mcore_rl.checkpoints.convert import HF
 from mcore_rl.checkpoints.distcp import CONTENT, METADATA_CLASSES, DistributedCheckpoint
 from mcore_rl.checkpoints.hf_sidecar_files import copy_sidecar_files
 from mcore_rl.checkpoints.kept_model import demand_kept_model
-from mcore_rl.checkpoints.megatron_checkpoint import LAYER, MAX_PADDING, StoredKeys, parse
+from mcore_rl.checkpoints.megatron_checkpoint import MAX_PADDING, StoredKeys, parse
 from mcore_rl.checkpoints.new_directory import NewDirectory
 from mcore_rl.checkpoints.not_a_number import NanCheck
 from mcore_rl.checkpoints.rest import keep_rest
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.errors import CheckpointError
+from mcore_rl.families.blocks import LAYER
 from mcore_rl.parallel.agreement import together
 from mcore_rl.parallel.plain_objects import data_classes
 
