@@ -31,7 +31,6 @@ from mcore_rl.secrets import redacted, without_secrets
 
 START_S = 60.0  # to start and to import the file
 MAX_ANSWER = 1 << 20  # characters of a result
-LINE = 16 << 20  # bytes of a line
 
 
 class FunctionTool(EpisodeTool):
@@ -105,7 +104,7 @@ class _FunctionProcess:
     async def ready(self, place: str) -> None:
         """Opens the socket and imports the file of ``place``, once each; a call says what that raised.  As ``ask``."""
         if self._streams is None:
-            self._streams = await asyncio.open_connection(sock=self._process.socket, limit=LINE)
+            self._streams = await self._process.streams()
         if place not in self._imported:
             try:
                 await asyncio.wait_for(self.ask({"place": place, "imports": True}), START_S)
@@ -132,7 +131,6 @@ class _FunctionProcess:
         if self._streams is not None:
             with suppress(RuntimeError):  # the event loop has ended before
                 self._streams[1].close()
-        self._process.socket.close()
         return self._process.end()
 
 
@@ -143,12 +141,8 @@ def describe(place: str, key: str) -> dict[str, Any]:
     """
     process = GuardedProgram(__name__, without_secrets())
     try:
-        with process.socket as ours, ours.makefile("rwb") as file:
-            ours.settimeout(START_S)
-            file.write(json.dumps({"place": place}).encode() + b"\n")
-            file.flush()
-            line = file.readline()
-            answer: dict[str, Any] = read_json(line) if line else {"error": "importing the file ended its process"}
+        line = process.first_answer({"place": place}, START_S)
+        answer: dict[str, Any] = read_json(line) if line else {"error": "importing the file ended its process"}
     except (OSError, ValueError) as error:
         answer = {"error": f"importing the file took longer than {START_S:g} s ({error})"}
     finally:

@@ -15,16 +15,16 @@ import os
 import resource
 import signal
 import socket
-import sys
 import threading
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from typing import Any, TextIO
+
+from mcore_rl.processes.guarding import LINE
 
 MAX_TEXT = 1 << 20  # characters of a result
 MAX_TAIL = 2000  # bytes of what a server said last
 LAST_WORDS_S = 2.0  # for what a server that is gone said last to arrive
 MAX_MEMORY = 4 << 30  # bytes of this process, once the server has been started, so that it is not the server's limit
-LINE = 16 << 20  # bytes
 
 
 class Tail:
@@ -144,7 +144,3 @@ def _said(error: BaseException) -> str:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return f"{type(error).__name__}: {error}"
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]))

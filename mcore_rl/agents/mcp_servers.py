@@ -36,7 +36,6 @@ FIELDS = {"command", "args", "env", "cwd", "url", "headers", "tools", "type"}
 START_S = 60.0  # to start and to list the tools
 CHECK_S = 5.0  # in which a server answers that lets a call run into its limit
 AGAIN_S = 10.0  # between two attempts to start a server
-LINE = 16 << 20  # bytes
 MAX_ERROR = 500  # characters
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
 logger = logging.getLogger(__name__)
@@ -77,13 +76,8 @@ class McpServer:
         """Starts the server; the schemas of its tools.  GoneError: it cannot be started."""
         self.close()
         self._process = GuardedProgram("mcore_rl.agents.mcp_process", without_secrets())
-        ours = self._process.socket
-        ours.settimeout(START_S)
         try:
-            ours.sendall(json.dumps({"server": self._given}).encode() + b"\n")
-            # Byte by byte in C: what follows the line belongs to the streams that are opened later.
-            with ours.makefile("rb", buffering=0) as file:
-                line = file.readline(LINE)
+            line = self._process.first_answer({"server": self._given}, START_S)
             answer: dict[str, Any] = read_json(line) if line else {"error": "its client's process ended"}
         except TimeoutError:
             answer = {"error": f"it took longer than {START_S:g} s"}
@@ -92,7 +86,6 @@ class McpServer:
         if "tools" not in answer:
             self.close()
             raise GoneError(f"cannot be started: {redacted(str(answer['error']))[:MAX_ERROR]}")
-        ours.setblocking(False)
         return list(answer["tools"])
 
     async def call(self, tool: str, arguments: dict[str, Any], limit_s: float) -> ToolResult:
@@ -125,7 +118,7 @@ class McpServer:
                 self._failure = ""
             if self._writer is None:
                 assert self._process is not None
-                reader, self._writer = await asyncio.open_connection(sock=self._process.socket, limit=LINE)
+                reader, self._writer = await self._process.streams()
                 self._reading = asyncio.create_task(self._read(reader))
 
     async def _ask(self, request: dict[str, Any], limit_s: float) -> dict[str, Any]:
@@ -180,8 +173,6 @@ class McpServer:
         process, self._process = self._process, None
         writer, self._writer = self._writer, None
         reading, self._reading = self._reading, None
-        if process is not None:
-            process.end()
         for waits in self._waiting.values():
             if not waits.done() and not waits.get_loop().is_closed():
                 waits.set_exception(GoneError(problem))
@@ -191,7 +182,7 @@ class McpServer:
         if reading is not None and reading is not _current_task() and not reading.get_loop().is_closed():
             reading.cancel()
         if process is not None:
-            process.socket.close()
+            process.end()
 
 
 def mcp_tools(path: str | None, servers: list[McpServer], limit_s: float) -> Iterator[tuple[str, str, Any]]:

@@ -1,19 +1,26 @@
-"""Starts guards: beside a program (``mcore_rl.processes.guard``) and around one (``program_guard``)."""
+"""Starts guards: beside a program (``mcore_rl.processes.guard``) and around one (``program_guard``).
+
+A program of ours is run below a guard and spoken to over a socket: ``GuardedProgram``, in JSON lines where an event
+loop waits for it, or ``AskedProgram``, in messages of bytes where a thread waits.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import socket
 import subprocess
 import sys
 from collections.abc import Sequence
+from multiprocessing.connection import Connection
 from typing import IO
 
 from mcore_rl.processes import guard, program_guard
 from mcore_rl.secrets import without_secrets
 
 END_S = 10.0  # for a guard to kill what is below it
+LINE = 16 << 20  # bytes of a line
 
 
 def start_guard(
@@ -42,16 +49,16 @@ class GuardedProgram:
 
     module: has ``main``, which is called with the descriptor of its end of ``socket``; found on our ``sys.path``.
     environment: its variables.
-    shows: whether ``output`` has what it prints; else that goes nowhere.
-    socket: our end; whoever uses it closes it.
+    prints: where, as of ``subprocess``: nowhere, into ``output`` (PIPE), or where this process prints (None).
+    socket: our end, open until ``end``.
     """
 
-    def __init__(self, module: str, environment: dict[str, str], *, shows: bool = False) -> None:
+    def __init__(self, module: str, environment: dict[str, str], *, prints: int | None = subprocess.DEVNULL) -> None:
         self.socket, theirs = socket.socketpair()
         with theirs:
-            self._start(module, theirs, environment, shows=shows)
+            self._start(module, theirs, environment, prints)
 
-    def _start(self, module: str, theirs: socket.socket, environment: dict[str, str], *, shows: bool) -> None:
+    def _start(self, module: str, theirs: socket.socket, environment: dict[str, str], prints: int | None) -> None:
         paths = json.dumps([str(path) for path in sys.path])
         code = f"import json, sys; sys.path[:] = json.loads(sys.argv[2]); from {module} import main"
         command = [sys.executable, "-P", "-c", f"{code}; main(int(sys.argv[1]))", str(theirs.fileno()), paths]
@@ -61,8 +68,8 @@ class GuardedProgram:
             self._guard = subprocess.Popen(
                 guarded(command, reading),
                 stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE if shows else subprocess.DEVNULL,
-                stderr=subprocess.STDOUT,
+                stdout=prints,
+                stderr=None if prints is None else subprocess.STDOUT,
                 bufsize=0,
                 pass_fds=[reading, theirs.fileno()],
                 env=environment,
@@ -89,8 +96,20 @@ class GuardedProgram:
         """Lets the guard kill them all, and does not wait; idempotent."""
         self._alive.close()
 
+    def first_answer(self, request: object, timeout_s: float) -> bytes:
+        """The line that answers ``request``, JSON in a line; b"": the program ended.  OSError; TimeoutError."""
+        self.socket.settimeout(timeout_s)
+        self.socket.sendall(json.dumps(request).encode() + b"\n")
+        with self.socket.makefile("rb", buffering=0) as file:  # what follows the line belongs to ``streams``
+            return file.readline(LINE)
+
+    async def streams(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """The socket as streams of lines; opened once."""
+        return await asyncio.open_connection(sock=self.socket, limit=LINE)
+
     def end(self) -> int:
         """Kills them all, and returns the program's exit code as ``subprocess`` gives it: -9 for SIGKILL."""
+        self.socket.close()
         self.kill()
         try:
             code = self._guard.wait(END_S)
@@ -98,6 +117,37 @@ class GuardedProgram:
             self._guard.kill()
             code = self._guard.wait()
         return code if code <= 128 else 128 - code
+
+
+class AskedProgram(GuardedProgram):
+    """A guarded program that is asked by messages, one at a time, and has a time for each answer.
+
+    Its ``main`` opens its end as a ``Connection``, too.  Any thread may ask, one at a time.
+    """
+
+    def __init__(self, module: str, environment: dict[str, str], *, prints: int | None = subprocess.DEVNULL) -> None:
+        super().__init__(module, environment, prints=prints)
+        self._connection = Connection(self.socket.detach())
+
+    def send(self, message: bytes) -> None:
+        """Asks.  OSError: the program has ended."""
+        self._connection.send_bytes(message)
+
+    def answer(self, timeout_s: float, max_bytes: int) -> bytes:
+        """The next message of the program.  TimeoutError; EOFError, OSError: it ended, or says more than that."""
+        if not self._connection.poll(timeout_s):
+            raise TimeoutError
+        return self._connection.recv_bytes(max_bytes)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the program is gone; it has answered all that it was asked."""
+        return self._connection.poll()
+
+    def end(self) -> int:
+        """See ``GuardedProgram.end``; the thread that waits for an answer gets an EOFError or OSError."""
+        self._connection.close()
+        return super().end()
 
 
 def guarded(command: Sequence[str], alive: int) -> list[str]:

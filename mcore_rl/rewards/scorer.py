@@ -14,48 +14,75 @@ import math
 import os
 import pickle
 import queue
+import subprocess
+import sys
 import threading
 from collections import Counter
 from collections.abc import Iterable
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
-from multiprocessing.connection import Connection
-from typing import Self
+from typing import IO, Self
 
 from mcore_rl.config.reward import CustomRewardFunction, RewardConfig
 from mcore_rl.errors import ConfigError, Violation, refuse_if_any
-from mcore_rl.processes.guarding import GuardedProgram
+from mcore_rl.processes.guarding import AskedProgram
 from mcore_rl.rewards.code import WEAK, CodeRows, grade_code
 from mcore_rl.rewards.confinement import ConfinementError, weaknesses
 from mcore_rl.rewards.custom import import_refusal, trial_refusal
-from mcore_rl.rewards.prints import PRINTS
 from mcore_rl.rewards.registry import GRADERS, grader_of
 from mcore_rl.rewards.score import ERROR_KINDS, RewardRequest, Score
 from mcore_rl.rewards.worker import failed, refusal_of, unpacked
 from mcore_rl.secrets import without_secrets
+from mcore_rl.tracking.messages import harmless
 
 MAX_WORKERS = 16
 MAX_ANSWER = 16 << 20  # bytes of a Score
 START_S = 120.0  # the time limit for a process to start and to import a custom function's file
 WORKER = "mcore_rl.rewards.worker"
+MAX_SHOWN = 1 << 20  # bytes that all grading processes of a run may print
+PIECE = 1 << 16
 
 logger = logging.getLogger(__name__)
 
 
-class _Worker:
-    """A grading process and its pipe."""
+class Prints:
+    """Relays what grading processes print to the standard error of this one, up to ``MAX_SHOWN`` in all."""
+
+    def __init__(self) -> None:
+        self._left, self._told, self._lock = MAX_SHOWN, False, threading.Lock()
+
+    def relay(self, stream: IO[bytes]) -> None:
+        """Reads ``stream`` to its end in a thread: a process never waits for a reader."""
+        threading.Thread(target=self._read, args=(stream,), name="prints", daemon=True).start()
+
+    def _read(self, stream: IO[bytes]) -> None:
+        with stream:
+            while piece := stream.read(PIECE):
+                self._show(piece)
+
+    def _show(self, piece: bytes) -> None:
+        with self._lock:
+            shown = piece[: self._left]
+            self._left -= len(shown)
+            tells = len(shown) < len(piece) and not self._told
+            self._told = self._told or tells
+        if shown:
+            sys.stderr.write(harmless(shown.decode(errors="replace")))
+        if tells:
+            sys.stderr.write(f"\n(reward functions have printed {MAX_SHOWN >> 20} MiB; what follows is not shown)\n")
+
+
+PRINTS = Prints()
+
+
+class _Worker(AskedProgram):
+    """A grading process."""
 
     def __init__(self, config: RewardConfig, custom: CustomRewardFunction) -> None:
-        self._process = GuardedProgram(WORKER, without_secrets(custom.env), shows=True)
-        PRINTS.relay(self._process.output)
-        self._connection = Connection(self._process.socket.detach())
-        self._settings = (config, custom)
+        super().__init__(WORKER, without_secrets(custom.env), prints=subprocess.PIPE)
+        PRINTS.relay(self.output)
+        self._settings = pickle.dumps((config, custom))
         self._is_ready = False
-
-    @property
-    def guard(self) -> int:
-        """The process id of the worker's guard, its parent."""
-        return self._process.guard
 
     def wait_until_ready(self) -> None:
         """Waits until the process can grade.
@@ -63,30 +90,15 @@ class _Worker:
         ConfigError: the custom function cannot be loaded.  TimeoutError, EOFError, OSError: the process did not start.
         """
         if not self._is_ready:
-            self._connection.send(self._settings)
-            self._wait(START_S)
-            if refusal := refusal_of(self._connection.recv_bytes(MAX_ANSWER)):
+            self.send(self._settings)
+            if refusal := refusal_of(self.answer(START_S, MAX_ANSWER)):
                 raise refusal
             self._is_ready = True
 
     def grade(self, message: bytes, timeout_s: float) -> Score:
         """The Score of a pickled request.  TimeoutError, EOFError, OSError: the process returned none."""
-        self._connection.send_bytes(message)
-        self._wait(timeout_s)
-        return unpacked(self._connection.recv_bytes(MAX_ANSWER))
-
-    def _wait(self, timeout_s: float) -> None:
-        if not self._connection.poll(timeout_s):
-            raise TimeoutError
-
-    def kill(self) -> None:
-        """Kills the process and all that it started; the thread that waits for it gets an EOFError."""
-        self._process.kill()
-
-    def end(self) -> int:
-        """Kills the process, unless it has ended already, with all that it started; returns its exit code."""
-        self._connection.close()
-        return self._process.end()
+        self.send(message)
+        return unpacked(self.answer(timeout_s, MAX_ANSWER))
 
 
 class Scorer:

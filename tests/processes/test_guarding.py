@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from mcore_rl.processes import guarding
-from mcore_rl.processes.guarding import GuardedProgram
+from mcore_rl.processes.guarding import AskedProgram, GuardedProgram
 from tests.support.daemons import DAEMON
 
 PROGRAM = """
@@ -29,6 +29,17 @@ def main(descriptor: int) -> None:
             os.kill(os.getppid(), signal.SIGSTOP)
         connection.sendall(str(pid).encode())
         time.sleep(600)
+"""
+
+ECHOES = """
+import os
+from multiprocessing.connection import Connection
+
+def main(descriptor: int) -> None:
+    with Connection(descriptor) as connection:
+        while (word := connection.recv_bytes()) != b"end":
+            connection.send_bytes(word)
+    os._exit(3)
 """
 
 
@@ -81,3 +92,22 @@ def test_a_daemon_ends_with_who_started_it(tmp_path: Path) -> None:
     while daemon.is_running() and time.monotonic() < until:
         time.sleep(0.02)
     assert not daemon.is_running()
+
+
+def test_a_program_that_is_asked_answers_in_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "echoes.py").write_text(ECHOES)
+    monkeypatch.syspath_prepend(tmp_path)
+    asked = AskedProgram("echoes", dict(os.environ))
+    asked.send(b"word")
+    assert asked.answer(60.0, 100) == b"word" and not asked.has_ended
+    with pytest.raises(TimeoutError):
+        asked.answer(0.05, 100)
+    asked.send(b"more than that")
+    with pytest.raises(OSError, match="bad message length"):
+        asked.answer(60.0, 4)
+    asked.end()
+    asked = AskedProgram("echoes", dict(os.environ))
+    asked.send(b"end")
+    with pytest.raises(EOFError):
+        asked.answer(60.0, 100)
+    assert asked.has_ended and asked.end() == 3

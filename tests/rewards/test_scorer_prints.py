@@ -7,15 +7,15 @@ import time
 
 import pytest
 
-from mcore_rl.rewards import prints
-from mcore_rl.rewards.prints import Prints
+from mcore_rl.rewards import scorer
+from mcore_rl.rewards.scorer import Prints
 
 
 @pytest.mark.parametrize("size", [100, 3 << 20])
 def test_the_beginning_is_shown_and_all_is_read(
     size: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prints, "MAX_SHOWN", 1 << 20)
+    monkeypatch.setattr(scorer, "MAX_SHOWN", 1 << 20)
     reading, writing = os.pipe()
     Prints().relay(os.fdopen(reading, "rb", buffering=0))
     left = b"\x1b]0;owned\x07" + b"x" * size
