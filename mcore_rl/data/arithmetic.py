@@ -1,17 +1,20 @@
-"""Generated word problems of a chosen difficulty, with solutions in GSM8K's form: a sum a line, then ``#### answer``.
+"""Generated questions: word problems of a chosen difficulty, with solutions in GSM8K's form, and products.
 
-For runs that must learn something in minutes: few words, small numbers, one right answer.  A digest of its text alone
-assigns a question to training or validation, so no run, whatever its seed, trains on a validation question of another.
-Both splits have the same words and sums, but never the same question.
+Word problems (a sum a line, then ``#### answer``) are for runs that must learn something in minutes: few words, small
+numbers, one right answer.  Products a small model cannot work out: it must learn to use a calculator.  A digest of its
+text alone assigns a question to training or validation, so no run, whatever its seed, trains on a validation question
+of another; a product is of one split in whichever order its numbers are asked for.  Both splits have the same words and
+sums, but never the same question.
 
-Invariant: equal arguments give equal problems, no question twice, on every machine and version of Python.
+Invariant: equal arguments give equal questions, none twice, on every machine and version of Python.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import TypeVar
@@ -19,6 +22,7 @@ from typing import TypeVar
 from mcore_rl.errors import ConfigError, Violation
 
 Choice = TypeVar("Choice")
+Made = TypeVar("Made")
 
 
 class Split(Enum):
@@ -59,27 +63,15 @@ LEVELS = {
 }
 
 NAMES = (
-    "Tom",
-    "Anna",
-    "Ben",
-    "Mia",
-    "Sam",
-    "Lily",
-    "Max",
-    "Emma",
-    "Leo",
-    "Zoe",
-    "Jack",
-    "Ruth",
-    "Omar",
-    "Ines",
-    "Kofi",
-)
+    "Tom", "Anna", "Ben", "Mia", "Sam", "Lily", "Max", "Emma", "Leo", "Zoe", "Jack", "Ruth", "Omar", "Ines", "Kofi",
+)  # fmt: skip
 THINGS = ("apples", "pens", "books", "cards", "coins", "eggs", "cups", "balls", "stamps", "shells", "keys", "cakes")
 PACKS = ("boxes", "bags", "packs")
 GAINS = ("buys {} more", "finds {} more", "gets {} more", "wins {} more")
 LOSSES = ("gives away {}", "loses {}", "sells {}")
 SMALLEST = 2  # "1 apples" is no English
+LEAST_FACTOR = 100
+LARGEST_FACTOR = 999
 VALIDATION_SHARE = 10
 TRIES = 100  # draws per wanted problem, before we conclude that there are too few
 
@@ -95,18 +87,29 @@ def generate(difficulty: int, count: int, seed: int, split: Split) -> list[Probl
     if difficulty not in LEVELS:
         remedy = f"Write one of {', '.join(map(str, LEVELS))}"
         raise ConfigError([Violation("difficulty", difficulty, "there is no such difficulty", remedy)])
+    rng = random.Random(f"{seed}/{difficulty}/{split.value}")
+    drawn = (_draw(LEVELS[difficulty], rng) for _ in range(TRIES * count + 10_000))
+    candidates = ((each.question, each.question, each) for each in drawn)
+    return distinct(candidates, count, split, f"difficulty {difficulty} has about {{}} problems")
+
+
+def distinct(candidates: Iterable[tuple[str, str, Made]], count: int, split: Split, there: str) -> list[Made]:
+    """The first ``count`` of ``candidates`` that are of ``split``, each once.
+
+    candidates: (the text that says of which split it is, its name, itself).  there: says how many {} there are.
+
+    ConfigError: ``count`` is not positive, or more than there are.
+    """
     if count < 1:
         raise ConfigError([Violation(split.value, count, "must be positive", "Write 1 or more")])
-    rng = random.Random(f"{seed}/{difficulty}/{split.value}")
-    problems: dict[str, Problem] = {}
-    for _ in range(TRIES * count + 10_000):
-        problem = _draw(LEVELS[difficulty], rng)
-        if split_of(problem.question) is split:
-            problems.setdefault(problem.question, problem)
-        if len(problems) == count:
-            return list(problems.values())
-    problem_text = f"difficulty {difficulty} has about {len(problems)} problems of this split"
-    raise ConfigError([Violation(split.value, count, problem_text, f"Write {len(problems) * 9 // 10} or less")])
+    made: dict[str, Made] = {}
+    for text, name, each in candidates:
+        if split_of(text) is split:
+            made.setdefault(name, each)
+        if len(made) == count:
+            return list(made.values())
+    problem = f"{there.format(len(made))} of this split"
+    raise ConfigError([Violation(split.value, count, problem, f"Write {len(made) * 9 // 10} or less")])
 
 
 def split_of(question: str) -> Split:
@@ -144,3 +147,46 @@ def _choose(rng: random.Random, options: Sequence[Choice]) -> Choice:
 
 def _between(rng: random.Random, smallest: int, largest: int) -> int:
     return smallest + int(rng.random() * (largest - smallest + 1))
+
+
+@dataclass(frozen=True)
+class Product:
+    """A question for a product of two numbers of three digits.  answer: digits alone."""
+
+    left: int
+    right: int
+
+    @property
+    def question(self) -> str:
+        """What the model is asked."""
+        return f"What is {self.left} * {self.right}?"
+
+    @property
+    def pair(self) -> str:
+        """The same for both orders of the numbers."""
+        return f"{min(self.left, self.right)} * {max(self.left, self.right)}"
+
+    @property
+    def answer(self) -> str:
+        """What is right."""
+        return str(self.left * self.right)
+
+    @property
+    def conversation(self) -> list[dict[str, str]]:
+        """The question, a call of the tool ``calculator`` in Hermes' form, its result, and the answer."""
+        call = json.dumps({"name": "calculator", "arguments": {"expression": f"{self.left} * {self.right}"}})
+        said = {
+            "user": self.question,
+            "assistant": f"<tool_call>{call}</tool_call>",
+            "tool": self.answer,
+        }
+        turns = [{"role": role, "content": content} for role, content in said.items()]
+        return [*turns, {"role": "assistant", "content": f"#### {self.answer}"}]
+
+
+def products(count: int, seed: int, split: Split) -> list[Product]:
+    """``count`` different products of ``split``.  ConfigError: ``count`` is not positive, or more than there are."""
+    rng = random.Random(f"{seed}/products/{split.value}")
+    drawn = (Product(*(_between(rng, LEAST_FACTOR, LARGEST_FACTOR) for _ in range(2))) for _ in range(TRIES * count))
+    candidates = ((each.pair, each.question, each) for each in drawn)
+    return distinct(candidates, count, split, "there are about {} products")

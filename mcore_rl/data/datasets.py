@@ -22,14 +22,13 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from mcore_rl.data import eurus
-from mcore_rl.data.arithmetic import Split, generate
+from mcore_rl.data.arithmetic import Product, Split, generate, products
 from mcore_rl.data.media.images import image_size, values_of
-from mcore_rl.data.products import Product, products
 from mcore_rl.data.sources import Record, read_splits
 from mcore_rl.data.squares import QUESTION, squares
 from mcore_rl.data.tables import BATCH
 from mcore_rl.errors import DataError
+from mcore_rl.json_text import read_json
 
 DatasetRow = dict[str, Any]
 
@@ -62,6 +61,18 @@ THINK_INSTRUCTION = (
 )
 # Of grpo_demo.py, gist willccbb/4676755236bb08cab5f4e54a0475d6fb, with its line breaks: a model sees them.
 XML_SYSTEM_PROMPT = "\nRespond in the following format:\n<reasoning>\n...\n</reasoning>\n<answer>\n...\n</answer>\n"
+AS_PUBLISHED = "Take the files as published"
+# Of Eurus-2-RL-Data, by data_source, the ability; the graders of these names are those that verl gives them.
+EURUS_ABILITIES = {
+    **dict.fromkeys(
+        (
+            "numina_aops_forum", "numina_synthetic_math", "numina_amc_aime", "numina_synthetic_amc", "numina_cn_k12",
+            "numina_olympiads",
+        ),
+        "math",
+    ),
+    **dict.fromkeys(("apps", "codecontests", "codeforces", "taco"), "code"),
+}  # fmt: skip
 TEXT = pa.string()
 SCHEMA = pa.schema(
     {
@@ -126,7 +137,7 @@ def gsm8k(fields: Mapping[str, Any]) -> Solved:
     question, answer = _text(fields, "question"), _text(fields, "answer")
     _, mark, number = answer.rpartition("####")
     if not mark or not number.strip():
-        raise ValueError("answer has no number after ####. Take the files as published")
+        raise ValueError(f"answer has no number after ####. {AS_PUBLISHED}")
     return Solved(question, f"{question} {GSM8K_INSTRUCTION}", number.strip().replace(",", ""), answer)
 
 
@@ -170,7 +181,7 @@ def math(fields: Mapping[str, Any]) -> Solved:
     problem, solution = _text(fields, "problem"), _text(fields, "solution")
     answer = last_boxed(solution)
     if not answer:
-        raise ValueError("solution has no answer in \\boxed{}. Take the files as published")
+        raise ValueError(f"solution has no answer in \\boxed{{}}. {AS_PUBLISHED}")
     return Solved(problem, f"{problem} {MATH_INSTRUCTION}", answer, solution)
 
 
@@ -180,20 +191,37 @@ def dapo(fields: Mapping[str, Any]) -> Solved:
     if isinstance(named.get("prompt"), list) and named["prompt"]:
         prompt, truth = named["prompt"][-1].get("content"), (named.get("reward_model") or {}).get("ground_truth")
         if not prompt or truth in (None, ""):
-            raise ValueError("prompt or reward_model.ground_truth is empty. Take the files as published")
+            raise ValueError(f"prompt or reward_model.ground_truth is empty. {AS_PUBLISHED}")
         before, after = DAPO_PROMPT.split("{problem}")
         return Solved(prompt.removeprefix(before).removesuffix(after), prompt, str(truth), None)
     problem = next((named[name] for name in ("problem", "question", "prompt") if named.get(name)), None)
     answer = next((named[name] for name in ("answer", "solution") if named.get(name) not in (None, "")), None)
     if not isinstance(problem, str) or answer is None:
-        raise ValueError(f"has {', '.join(fields)}, and no problem with an answer. Take the files as published")
+        raise ValueError(f"has {', '.join(fields)}, and no problem with an answer. {AS_PUBLISHED}")
     return Solved(problem, DAPO_PROMPT.replace("{problem}", problem), str(answer), None)
 
 
 def eurus2(fields: Mapping[str, Any]) -> Solved:
-    """Cui et al., arXiv:2502.01456: rows in our schema, of mathematics and of code."""
-    source, system, question, truth = eurus.checked(fields)
-    ability = eurus.ABILITIES[source]
+    """Cui et al., arXiv:2502.01456: rows in our schema, of mathematics and of code.
+
+    Each is kept as it is, with its system prompt, and checked: what graders could not read is refused here, before
+    anything is written.
+    """
+    source = fields.get("data_source")
+    if source not in EURUS_ABILITIES:
+        raise ValueError(f"data_source is {source!r}, and none of {', '.join(EURUS_ABILITIES)}. {AS_PUBLISHED}")
+    ability = EURUS_ABILITIES[source]
+    if fields.get("ability") != ability:
+        raise ValueError(f"ability is {fields.get('ability')!r}, and {source} is {ability}. {AS_PUBLISHED}")
+    said = _said(fields.get("prompt"))
+    if tuple(role for role, _ in said) not in (("user",), ("system", "user")):
+        raise ValueError(f"prompt is not a message of the user's, with or without one of the system's. {AS_PUBLISHED}")
+    truth = (fields.get("reward_model") or {}).get("ground_truth")
+    if not isinstance(truth, str) or not truth.strip():
+        raise ValueError(f"reward_model.ground_truth is no text. {AS_PUBLISHED}")
+    if ability == "code":
+        _check_cases(truth)
+    system, question = said[0][1] if len(said) == 2 else "", said[-1][1]
     return Solved(question, question, truth, None, system=system, data_source=source, ability=ability)
 
 
@@ -204,7 +232,7 @@ def geo3k(fields: Mapping[str, Any]) -> Solved:
     for place, image in enumerate(images):
         content = image.get("bytes") if isinstance(image, Mapping) else None
         if not isinstance(content, bytes):
-            raise ValueError(f"images[{place}] has no bytes. Take the files as published")
+            raise ValueError(f"images[{place}] has no bytes. {AS_PUBLISHED}")
         try:
             image_size(content)
         except ValueError as error:
@@ -225,7 +253,7 @@ DATASETS: dict[str, Dataset] = {
     "dapo-interpreter": Dataset("math_dapo", "BytedTsinghua-SIA/DAPO-Math-17k", ("train",), dapo_interpreter),
     "aime24-interpreter": Dataset("aime24", "BytedTsinghua-SIA/AIME-2024", ("test",), dapo_interpreter),
     "geo3k": Dataset("hiyouga/geometry3k", "hiyouga/geometry3k", ("train", "validation", "test"), geo3k, folder="data"),
-    "eurus2-rl": Dataset("", eurus.HUB_ID, eurus.SPLITS, eurus2),
+    "eurus2-rl": Dataset("", "PRIME-RL/Eurus-2-RL-Data", ("train", "validation"), eurus2),
 }
 
 
@@ -243,9 +271,7 @@ def published_rows(name: str, source: str) -> dict[str, list[DatasetRow]]:
         first = {index if each.images else each.question: (index, each) for index, each in reversed(solved)}
         kept = sorted(first.values(), key=lambda pair: pair[0])
         rows[split] = [_row(dataset.data_source, split, index, each) for index, each in kept]
-    problems += [
-        f"split {split} has no records. Take the files as published" for split, kept in rows.items() if not kept
-    ]
+    problems += [f"split {split} has no records. {AS_PUBLISHED}" for split, kept in rows.items() if not kept]
     if problems:
         raise DataError(source, problems)
     return rows
@@ -356,8 +382,27 @@ def _solved(dataset: Dataset, record: Record, problems: list[str]) -> Solved | N
         return None
 
 
+def _said(prompt: object) -> list[tuple[str, str]]:
+    """(role, text) of each message; nothing where one has no text."""
+    messages = prompt if isinstance(prompt, list) else []
+    said = [(each.get("role"), each.get("content")) for each in messages if isinstance(each, Mapping)]
+    return [(str(role), text) for role, text in said if isinstance(text, str) and text.strip()]
+
+
+def _check_cases(truth: str) -> None:
+    """ValueError: ``truth`` is not JSON of as many inputs as outputs, at least one."""
+    try:
+        cases = read_json(truth)
+    except ValueError as error:
+        raise ValueError(f"reward_model.ground_truth is no JSON: {error}. {AS_PUBLISHED}") from error
+    lists = [cases.get(name) if isinstance(cases, dict) else None for name in ("inputs", "outputs")]
+    sizes = {len(each) if isinstance(each, list) else 0 for each in lists}
+    if len(sizes) != 1 or sizes == {0}:
+        raise ValueError(f"reward_model.ground_truth has no inputs with an output each. {AS_PUBLISHED}")
+
+
 def _text(fields: Mapping[str, Any], name: str) -> str:
     value = fields.get(name)
     if not isinstance(value, str) or not value.strip():
-        raise ValueError(f"has no text in {name}; it has {', '.join(fields)}. Take the files as published")
+        raise ValueError(f"has no text in {name}; it has {', '.join(fields)}. {AS_PUBLISHED}")
     return value

@@ -13,8 +13,7 @@ from io import BytesIO
 
 from PIL import Image
 
-from mcore_rl.data.arithmetic import TRIES, Split, split_of
-from mcore_rl.errors import ConfigError, Violation
+from mcore_rl.data.arithmetic import TRIES, Split, distinct
 
 QUESTION = "<image>How many red squares are there?"
 SIDE = 56  # pixels of a picture: 4 tokens for patches of 14 and of 16
@@ -55,18 +54,9 @@ def squares(count: int, seed: int, split: Split) -> list[Squares]:
 
     ConfigError: ``count`` is not positive, or more than there are.
     """
-    if count < 1:
-        raise ConfigError([Violation(split.value, count, "must be positive", "Write 1 or more")])
     rng = random.Random(f"{seed}/squares/{split.value}")
-    chosen: dict[str, Squares] = {}
-    for _ in range(TRIES * count):
-        made = _draw(rng)
-        if split_of(made.name) is split:
-            chosen.setdefault(made.name, made)
-        if len(chosen) == count:
-            return list(chosen.values())
-    problem = f"there are about {len(chosen)} pictures of this split"
-    raise ConfigError([Violation(split.value, count, problem, f"Write {len(chosen) * 9 // 10} or less")])
+    drawn = (_draw(rng) for _ in range(TRIES * count))
+    return distinct(((each.name, each.name, each) for each in drawn), count, split, "there are about {} pictures")
 
 
 def _draw(rng: random.Random) -> Squares:

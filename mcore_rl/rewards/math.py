@@ -13,8 +13,7 @@ from functools import lru_cache
 
 from mcore_rl.config.reward import RewardConfig
 from mcore_rl.rewards.math_comparison import MAX_ANSWER, Comparison
-from mcore_rl.rewards.math_forms import Expression, read
-from mcore_rl.rewards.math_numbers import Form
+from mcore_rl.rewards.math_forms import Expression, Form, read
 from mcore_rl.rewards.math_statement import stated
 from mcore_rl.rewards.score import RewardRequest, Score
 from mcore_rl.rewards.symbolic_process import ALGEBRA

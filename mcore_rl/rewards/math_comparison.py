@@ -13,17 +13,18 @@ from functools import lru_cache
 from mcore_rl.rewards.math_forms import (
     Based,
     Expression,
+    Form,
     Items,
     LetterChoice,
     Matrix,
     Measure,
     Named,
+    Number,
     Relation,
     Rounded,
     Words,
     read,
 )
-from mcore_rl.rewards.math_numbers import Form, Number
 from mcore_rl.rewards.math_units import Unit, letter_unit
 from mcore_rl.rewards.symbolic_process import ALGEBRA
 

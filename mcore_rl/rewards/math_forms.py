@@ -1,19 +1,169 @@
 r"""What an answer says: a number, a list, an interval, a matrix, words, or an expression for sympy.
 
 ``read`` takes an answer apart as far as brackets, commas and signs go, without algebra, so that ``[1,-2]`` is not
-``(1,-2)`` and ``2516_8`` is not ``2516_{10}``.  What is left are expressions, which sympy compares.  Numbers are exact.
+``(1,-2)`` and ``2516_8`` is not ``2516_{10}``.  What is left are expressions, which sympy compares.  Numbers are exact,
+in all their ways of writing: ``1,000``, ``3\frac{1}{2}``, ``1.24 \times 10^{-8}``.
 """
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import lru_cache
 
-from mcore_rl.rewards.latex_brackets import outer_brackets, split, ungrouped
 from mcore_rl.rewards.latex_spellings import canonical
-from mcore_rl.rewards.math_numbers import Form, number, plain_number, tight
 from mcore_rl.rewards.math_units import Unit, split_unit
+
+# ``{`` and ``}`` without a backslash group characters and mean nothing to a reader.
+_TOKEN = re.compile(r"\\(?:begin|end)\{[a-z]+\*?\}|\\[A-Za-z]+|\\.|.", re.DOTALL)
+_OPENERS, _CLOSERS = (
+    frozenset(["(", "[", "{", r"\{", r"\langle", r"\lfloor", r"\lceil"]),
+    frozenset([")", "]", "}", r"\}", r"\rangle", r"\rfloor", r"\rceil"]),
+)
+
+
+def tokens(text: str) -> list[tuple[str, int]]:
+    """The tokens of ``text`` with the number of brackets that are open before an opening or after a closing one."""
+    depth, parts = 0, list[tuple[str, int]]()
+    for token in _TOKEN.findall(text):
+        if token in _CLOSERS or token.startswith(r"\end{"):
+            depth -= 1
+        parts.append((token, depth))
+        if token in _OPENERS or token.startswith(r"\begin{"):
+            depth += 1
+    return parts
+
+
+def split(text: str, marks: frozenset[str]) -> list[str]:
+    """``text`` cut at each of ``marks`` that stands outside all brackets."""
+    parts = [""]
+    for token, depth in tokens(text):
+        if depth == 0 and token in marks:
+            parts.append("")
+        else:
+            parts[-1] += token
+    return parts
+
+
+def outer_brackets(text: str) -> tuple[str, str] | None:
+    """(the outer brackets, what is inside) if one pair of brackets holds the whole text."""
+    parts = tokens(text)
+    if len(parts) < 2 or parts[0][0] not in ("(", "[", r"\{") or parts[-1][0] not in (")", "]", r"\}"):
+        return None
+    if any(depth == 0 for _, depth in parts[1:-1]) or parts[-1][1] != 0:
+        return None
+    pair = (parts[0][0] + parts[-1][0]).replace("\\", "")
+    if ("{" in pair) != ("}" in pair):
+        return None
+    return pair, "".join(token for token, _ in parts[1:-1])
+
+
+def unwrapped(text: str) -> str:
+    """``text`` without brackets and grouping braces around the whole."""
+    text = text.strip()
+    while (inner := outer_brackets(text)) is not None and inner[0] == "()":
+        text = inner[1].strip()
+    return ungrouped(text)
+
+
+def ungrouped(text: str) -> str:
+    """``text`` without grouping braces around the whole."""
+    text = text.strip()
+    if text.startswith("{") and text.endswith("}") and all(depth > 0 for _, depth in tokens(text)[1:-1]):
+        return text[1:-1].strip()
+    return text
+
+
+MAX_EXPONENT = 400  # of a power of ten that is still written out
+
+
+@dataclass(frozen=True)
+class Form:
+    """What is common to all forms.  text: how it is written, without spaces."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Number(Form):
+    """A rational number.  is_decimal: written with a point or a power of ten.  is_percent: written with a percent sign.
+
+    ``value`` of 75% is 3/4.
+    """
+
+    value: Fraction
+    is_decimal: bool = False
+    is_percent: bool = False
+
+
+def tight(text: str) -> str:
+    """``text`` without spaces."""
+    return re.sub(r"\s+", "", text)
+
+
+_DIGITS = r"\d+(?:,\d{3})+(?!\d)(?:\.\d+)?|\d+\.?\d*|\.\d+"
+_SCALE = r"(?:\s*(?:\\times|\\cdot|\*)\s*10\s*\^\s*\{?\s*([-+]?\s*\d+)\s*\}?|[eE]\s*\{?([-+]?\d+)\}?)"
+_DECIMAL = re.compile(rf"([-+]?)\s*({_DIGITS})({_SCALE})?\s*(%?)", re.ASCII)
+_POWER_OF_TEN = re.compile(r"([-+]?)\s*10\s*\^\s*\{\s*([-+]?\d+)\s*\}", re.ASCII)
+_RATIO = re.compile(
+    rf"([-+]?)\s*(?:(\d+)\s*)?\\frac\{{\s*([-+]?\s*(?:{_DIGITS}))\s*\}}\{{\s*([-+]?\s*(?:{_DIGITS}))\s*\}}\s*(%?)",
+    re.ASCII,
+)
+_SLASH = re.compile(rf"([-+]?)\s*(?:(\d+)\s+)?({_DIGITS})\s*/\s*({_DIGITS})\s*(%?)", re.ASCII)
+_REPEATING = re.compile(r"([-+]?)\s*(\d*)\.(\d*)\\overline\{(\d+)\}", re.ASCII)
+_PLAIN = re.compile(r"\s*\$?\s*(?:\\\$)?([-+]?)(\d{1,3}(?:,\d{3})+|\d+)(\.\d*)?\$?[.;]?\s*", re.ASCII)
+
+
+def plain_number(text: str) -> Number | None:
+    """The number that ``text`` is, if it is written with digits, commas and a point only: the cheap path."""
+    match = _PLAIN.fullmatch(text)
+    if match is None:
+        return None
+    sign, whole, decimals = match.groups()
+    digits = f"{sign}{whole.replace(',', '')}"
+    if decimals is None or not decimals.strip(".0"):
+        return Number(digits, Fraction(int(digits)))
+    return Number(digits + decimals, Fraction(digits + decimals), is_decimal=True)
+
+
+def number(text: str) -> Number | None:
+    """The rational number that ``text`` is, in any of its ways of writing; None if it is none."""
+    written = unwrapped(text)
+    if "," in written and "(" in text:
+        return None  # a point, not thousands
+    value: Fraction | None = None
+    is_decimal, percent = False, ""
+    if match := _DECIMAL.fullmatch(written):
+        exponent = int((match[4] or match[5] or "0").replace(" ", ""))
+        if abs(exponent) > MAX_EXPONENT:
+            return None
+        value = _signed(match[1], _digits(match[2]) * Fraction(10) ** exponent)
+        is_decimal, percent = value.denominator != 1 or exponent < 0, match[6]
+    elif match := _POWER_OF_TEN.fullmatch(written):
+        if abs(int(match[2])) > MAX_EXPONENT:
+            return None
+        value = _signed(match[1], Fraction(10) ** int(match[2]))
+    elif (match := _RATIO.fullmatch(written)) or (match := _SLASH.fullmatch(written)):
+        top, bottom = _digits(match[3]), _digits(match[4])
+        if not bottom or (match[2] and not (top > 0 and bottom > 0)):
+            return None
+        value, percent = _signed(match[1], int(match[2] or 0) + top / bottom), match[5]
+    elif match := _REPEATING.fullmatch(written):
+        fixed, period = match[3], match[4]
+        repeated = Fraction(int(period), (10 ** len(period) - 1) * 10 ** len(fixed))
+        value = _signed(match[1], Fraction(f"{match[2] or 0}.{fixed or 0}") + repeated)
+    if value is None:
+        return None
+    return Number(tight(text), value / 100 if percent else value, is_decimal, bool(percent))
+
+
+def _digits(text: str) -> Fraction:
+    return Fraction(text.replace(",", "").replace(" ", "").rstrip("."))
+
+
+def _signed(sign: str, value: Fraction) -> Fraction:
+    return -value if sign == "-" else value
 
 
 @dataclass(frozen=True)

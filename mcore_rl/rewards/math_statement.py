@@ -9,8 +9,18 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 
-from mcore_rl.rewards.math_forms import Expression, Items, LetterChoice, Matrix, Measure, Named, Rounded, Words, read
-from mcore_rl.rewards.math_numbers import Form
+from mcore_rl.rewards.math_forms import (
+    Expression,
+    Form,
+    Items,
+    LetterChoice,
+    Matrix,
+    Measure,
+    Named,
+    Rounded,
+    Words,
+    read,
+)
 from mcore_rl.rewards.symbolic_process import ALGEBRA
 
 TAIL = 2000  # characters of a response in which its answer is looked for

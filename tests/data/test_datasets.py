@@ -15,10 +15,11 @@ from mcore_rl.agents.runner import AgentRunner
 from mcore_rl.config.agent import AgentConfig
 from mcore_rl.config.data import DataConfig, SftDataConfig
 from mcore_rl.config.reward import CodeConfig, RewardConfig
-from mcore_rl.data import eurus
 from mcore_rl.data.conversations import ConversationSet
 from mcore_rl.data.datasets import (
+    AS_PUBLISHED,
     DAPO_PROMPT,
+    EURUS_ABILITIES,
     arithmetic_rows,
     last_boxed,
     product_rows,
@@ -227,8 +228,8 @@ def eurus2(source: str, ability: str, truth: object, *roles: str) -> dict[str, A
 def test_eurus2_has_math_and_code_as_they_are_published_and_graders_that_read_them(tmp_path: Path) -> None:
     script = json.dumps({"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]})
     call = json.dumps({"fn_name": "double", "inputs": [[3]], "outputs": [6]})
-    of_math = [eurus2(source, "math", "\\frac{1}{2}") for source, kind in eurus.ABILITIES.items() if kind == "math"]
-    of_code = [eurus2(source, "code", script) for source, kind in eurus.ABILITIES.items() if kind == "code"]
+    of_math = [eurus2(source, "math", "\\frac{1}{2}") for source, kind in EURUS_ABILITIES.items() if kind == "math"]
+    of_code = [eurus2(source, "code", script) for source, kind in EURUS_ABILITIES.items() if kind == "code"]
     published = [*of_math, *of_code, eurus2("taco", "code", call), of_math[0]]
     for split in ("train", "validation"):
         prompt_files.write(tmp_path / f"{split}.parquet", published)
@@ -269,7 +270,7 @@ def test_what_eurus2_has_not_is_refused_in_one_message(tmp_path: Path) -> None:
         published_rows("eurus2-rl", jsonl(tmp_path / "train.jsonl", good, *broken.values()))
     assert len(caught.value.problems) == len(broken)
     for number, (said, problem) in enumerate(zip(broken, caught.value.problems, strict=True), 2):
-        assert problem.startswith(f"train.jsonl line {number}: {said}") and problem.endswith(eurus.REMEDY)
+        assert problem.startswith(f"train.jsonl line {number}: {said}") and problem.endswith(AS_PUBLISHED)
 
 
 def test_rows_of_several_row_groups_are_read_as_they_were_written(

@@ -9,16 +9,18 @@ import pytest
 from mcore_rl.rewards.math_forms import (
     Based,
     Expression,
+    Form,
     Items,
     LetterChoice,
     Matrix,
     Measure,
     Named,
+    Number,
     Relation,
     Words,
+    plain_number,
     read,
 )
-from mcore_rl.rewards.math_numbers import Form, Number, plain_number
 
 
 @pytest.mark.parametrize(

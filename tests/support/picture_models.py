@@ -18,9 +18,8 @@ from torch import Tensor
 from transformers import AutoModelForImageTextToText, PreTrainedModel
 
 from mcore_rl.config.model import ModelConfig, VisionConfig
-from mcore_rl.data.media.batch import with_pictures
+from mcore_rl.data.media.batch import positions_3T, with_pictures
 from mcore_rl.data.media.placed import Grid, ImageRef, Placed
-from mcore_rl.data.media.positions import positions_3T
 from mcore_rl.families.registry import model_of
 from mcore_rl.training.vision import build_tower
 from mcore_rl.types import LossInputs, LossSums, Picture, TrainBatch

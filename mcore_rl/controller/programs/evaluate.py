@@ -26,8 +26,7 @@ from mcore_rl.config.reward_model import style_violations
 from mcore_rl.config.trainer import RayInitConfig
 from mcore_rl.controller.lifecycle.graded_rows import check_graded_rows
 from mcore_rl.controller.lifecycle.judging import check_judge, opened_judge
-from mcore_rl.data.response_pairs import write_pairs
-from mcore_rl.data.responses import ResponseRow, ResponseSet, agent_summary, agents_line
+from mcore_rl.data.responses import ResponseRow, ResponseSet, agent_summary, agents_line, write_pairs
 from mcore_rl.data.rows import MESSAGES, named
 from mcore_rl.errors import Violation, refuse_if_any
 from mcore_rl.rewards.estimates import CONFIDENCE, MeanEstimate, interval, majority_at_k, pass_at_k

@@ -48,7 +48,7 @@ class Grid:
 
     @property
     def span(self) -> int:
-        """How far positions move on over the picture (``positions.py``)."""
+        """How far positions move on over the picture (``batch.positions_3T``)."""
         return max(self.h, self.w) // self.merge
 
 

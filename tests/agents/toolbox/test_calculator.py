@@ -7,8 +7,7 @@ from decimal import Decimal, getcontext
 
 import pytest
 
-from mcore_rl.agents.arithmetic import evaluated, written
-from mcore_rl.agents.toolbox.calculator import SCHEMA, Calculator
+from mcore_rl.agents.toolbox.calculator import SCHEMA, Calculator, evaluated, written
 from tests.support.awaited import awaited
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLModel, Qwen3VLConfig, Qwen3VLModel
 
+from mcore_rl.data.media.batch import positions_3T
 from mcore_rl.data.media.placed import Grid, ImageRef, Placed
-from mcore_rl.data.media.positions import positions_3T
 
 TEXT, PAD = 5, 6
 

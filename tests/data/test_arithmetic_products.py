@@ -6,8 +6,7 @@ import json
 
 import pytest
 
-from mcore_rl.data.arithmetic import Split, split_of
-from mcore_rl.data.products import Product, products
+from mcore_rl.data.arithmetic import Product, Split, products, split_of
 from mcore_rl.errors import ConfigError
 
 
