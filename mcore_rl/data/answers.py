@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mcore_rl.data.rows import SourceFile, clean_messages, field_type, field_value, is_text
+from mcore_rl.data.rows import SourceFile, clean_messages, field_type, field_value, is_text, no_column
 from mcore_rl.data.turns import ASSISTANT, Turns
 
 
@@ -29,8 +29,7 @@ class OwnAnswers:
         """Why no row of ``file`` has an answer; "" if they may."""
         kind = field_type(file.table.schema, self.key)
         if kind is None:
-            has = f"it has {', '.join(file.table.schema.names) or 'none'}"
-            return f"{file.name}: no column {self.key}; {has}. Write the answers there, or name it as data.answer_key"
+            return no_column(file, self.key, "Write the answers there, or name it as data.answer_key")
         if not is_text(kind):
             return f"{file.name}: column {self.key} is {kind}, not text. Write the answers as texts"
         return ""

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
 from mcore_rl.config.data import SftDataConfig, TrainedTurns, Truncation
@@ -18,17 +20,18 @@ from mcore_rl.data.media.placed import Placed
 from mcore_rl.data.prompts import described_pictures, kept_media, truncated
 from mcore_rl.data.rows import (
     MESSAGES,
+    NO_UTF8,
     Ragged,
     SourceFile,
     clean_messages,
-    field_type,
+    column_problems,
     field_value,
     is_messages,
     is_text,
-    named,
-    progress_bar,
     read_files,
+    too_long,
     unread_pictures,
+    usable_batches,
     wants_more_than_text,
 )
 from mcore_rl.data.turns import ASSISTANT, Turns
@@ -124,26 +127,20 @@ class ConversationSet:
         reading = _Reading()
         turns = Turns.of(tokenizer, config.chat_template_kwargs, ends=ends, end_of_turn=config.end_of_turn)
         sources = read_files(files, reading.problems, max_samples=max_samples, seed=config.seed)
-        with progress_bar(sum(len(file.numbers) for file in sources)) as bar:
-            task = bar.add_task(f"{title}: tokenising", total=sum(len(file.numbers) for file in sources))
-            for number, file in enumerate(sources):
-                type_problems = list(_type_problems(file, config, parts=pictures is not None))
-                reading.problems += type_problems
-                for start, records in () if type_problems else file.batches():
-                    for row, record in enumerate(records, start):
-                        read = "" if pictures is None else pictures.key
-                        for column in wants_more_than_text({**(record or {}), "tools": None}, read=read):
-                            reading.more_than_text.setdefault(column, []).append(file.row_id(row))
-                        _take(reading, (number, row), file, record, config, turns, pictures)
-                    bar.advance(task, len(records))
+        type_problems = partial(_type_problems, config=config, parts=pictures is not None)
+        for number, file, start, records in usable_batches(sources, title, reading.problems, type_problems):
+            for row, record in enumerate(records, start):
+                read = "" if pictures is None else pictures.key
+                for column in wants_more_than_text({**(record or {}), "tools": None}, read=read):
+                    reading.more_than_text.setdefault(column, []).append(file.row_id(row))
+                try:
+                    _take(reading, (number, row), file, record, config, turns, pictures)
+                except ValueError as error:
+                    reading.problems.append(f"{file.row_id(row)}: {error}")
         key = None if pictures is None else pictures.key
         reading.problems += unread_pictures(sources, reading.more_than_text, key)
         if reading.too_long and config.truncation is Truncation.error:
-            limit = f"data.max_length={config.max_length} tokens, the longest {reading.longest}"
-            remedy = f"Write data.truncation=right or left, or {reading.longest} tokens"
-            reading.problems.append(
-                f"{len(reading.too_long)} have more than {limit}: {named(reading.too_long)}. {remedy}"
-            )
+            reading.problems.append(too_long(reading.too_long, reading.longest, config.max_length))
         if not reading.problems and not reading.places:
             left = (
                 f" All {len(reading.untrained)} have no trained token within data.max_length"
@@ -210,36 +207,31 @@ def _take(
     turns: Turns,
     pictures: PictureReader | None,
 ) -> None:
-    """Add one row to ``reading``.  place: number of ``file``, and the row in its table."""
+    """Add one row to ``reading``.  place: number of ``file``, and the row in its table.
+
+    ValueError: what is wrong with the row, in words.
+    """
     row_id = file.row_id(place[1])
     messages = _messages(record, config)
-    if isinstance(messages, str):
-        reading.problems.append(f"{row_id}: {messages}")
-        return
-    tools = tools_of(record or {})
-    if isinstance(tools, str):
-        reading.problems.append(f"{row_id}: tools {tools}")
-        return
+    assert record is not None, "a row with messages"
+    tools = tools_of(record)
+    last_only = config.trained_turns is TrainedTurns.last
+    images = None
     try:
-        last_only = config.trained_turns is TrainedTurns.last
-        images = None
         if pictures is not None:
-            images = pictures.read(record or {}, file.folder, row_id)
+            images = pictures.read(record, file.folder, row_id)
             messages = pictures.messages(messages, len(images))
         encoded = turns.encode_seen(messages, tools=tools, last_only=last_only, images=images)
-    except ValueError as error:
-        reading.problems.append(f"{row_id}: {error}")
-        return
-    except Exception as error:  # noqa: BLE001 - a template is a program of the user's and may raise anything
-        reading.problems.append(f"{row_id}: the chat template refuses it: {error}. Mend the messages or the template")
-        return
+    except ValueError:
+        raise
+    except Exception as error:  # a template is a program of the user's and may raise anything
+        raise ValueError(f"the chat template refuses it: {error}. Mend the messages or the template") from error
     tokens: Sequence[int] = encoded.tokens
     mask: Sequence[bool] = encoded.mask
     media: Sequence[Placed] = encoded.media
     if not any(mask):
         said = "nothing of it is trained: the chat template marks none of it as the assistant's, or no message that is"
-        reading.problems.append(f"{row_id}: {said}. Mend its tags, or weight, or leave the row out")
-        return
+        raise ValueError(f"{said}. Mend its tags, or weight, or leave the row out")
     if len(tokens) > config.max_length:
         reading.too_long.append(row_id)
         reading.longest = max(reading.longest, len(tokens))
@@ -250,8 +242,7 @@ def _take(
             where = f"the tokens {kept.first} to {kept.end} of {len(tokens)}, for data.max_length={config.max_length}"
             problem = f"data.truncation={config.truncation.value} would cut the picture at {where}"
             remedy = f"Write data.max_length={len(tokens)}, allow smaller pictures, or leave the row out"
-            reading.problems.append(f"{row_id}: {problem}. {remedy}")
-            return
+            raise ValueError(f"{problem}. {remedy}")
         media = kept
         mask = [bool(trained) for trained in truncated(mask, config.max_length, config.truncation)]
         tokens = truncated(tokens, config.max_length, config.truncation)
@@ -265,28 +256,29 @@ def _take(
         reading.media.append(tuple(media))
 
 
-def _messages(record: dict[str, Any] | None, config: SftDataConfig) -> list[dict[str, Any]] | str:
-    """The messages of a row, or its problem in words."""
+def _messages(record: dict[str, Any] | None, config: SftDataConfig) -> list[dict[str, Any]]:
+    """The messages of a row.  ValueError: its problem, in words."""
     if record is None:
-        return "has text that is no UTF-8. Write the file again from text decoded as what it is"
+        raise ValueError(NO_UTF8)
     if config.messages_key is not None:
         messages = clean_messages(field_value(record, config.messages_key))
         if isinstance(messages, str):
-            return f"{config.messages_key} {messages}. Write {MESSAGES}, or leave the row out"
+            raise ValueError(f"{config.messages_key} {messages}. Write {MESSAGES}, or leave the row out")
         if all(message["role"] != ASSISTANT for message in messages):
-            return f"{config.messages_key} has no message of the assistant. Write one, or leave the row out"
+            said = "has no message of the assistant. Write one, or leave the row out"
+            raise ValueError(f"{config.messages_key} {said}")
         return messages
     prompt, response = field_value(record, config.prompt_key), field_value(record, config.response_key)
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) and prompt else clean_messages(prompt)
     if isinstance(messages, str):
-        return f"{config.prompt_key} {messages}. Write {MESSAGES} or a text, or leave the row out"
+        raise ValueError(f"{config.prompt_key} {messages}. Write {MESSAGES} or a text, or leave the row out")
     if not response:
-        return f"{config.response_key} is null or empty. Write the response, or leave the row out"
+        raise ValueError(f"{config.response_key} is null or empty. Write the response, or leave the row out")
     return [*messages, {"role": ASSISTANT, "content": response}]
 
 
-def tools_of(record: dict[str, Any]) -> list[dict[str, Any]] | str:
-    """The schemas in a row's column ``tools``, or what is wrong with them.
+def tools_of(record: dict[str, Any]) -> list[dict[str, Any]]:
+    """The schemas in a row's column ``tools``.  ValueError: what is wrong with them, in words.
 
     They are {type, function: {name, description, parameters}} each, or their JSON: parquet gives every tool the
     arguments of all, and JSON keeps them apart.
@@ -297,31 +289,30 @@ def tools_of(record: dict[str, Any]) -> list[dict[str, Any]] | str:
         try:
             given = read_json(given) if given.strip() else None
         except ValueError as error:
-            return f"is no JSON: {error}. {form}"
+            raise ValueError(f"tools is no JSON: {error}. {form}") from error
     if not given:
         return []
     if not isinstance(given, list):
-        return f"is no list. {form}"
+        raise ValueError(f"tools is no list. {form}")
     try:
         tools = [read_json(each) if isinstance(each, str) else each for each in given]
     except ValueError as error:
-        return f"has an entry that is no JSON: {error}. {form}"
+        raise ValueError(f"tools has an entry that is no JSON: {error}. {form}") from error
     if not all(isinstance(each, dict) and isinstance(each.get("function"), dict) for each in tools):
-        return f"has an entry without function. {form}"
+        raise ValueError(f"tools has an entry without function. {form}")
     return tools
 
 
 def _type_problems(file: SourceFile, config: SftDataConfig, parts: bool) -> Iterator[str]:
     """Problems of the columns, which make every row of ``file`` unusable.  parts: see ``is_messages``."""
-    wanted = [("data.messages_key", config.messages_key, MESSAGES)]
-    if config.messages_key is None:
-        wanted = [("data.prompt_key", config.prompt_key, f"{MESSAGES} or text")]
-        wanted.append(("data.response_key", config.response_key, "text"))
-    for option, key, form in wanted:
-        assert key is not None
-        kind = field_type(file.table.schema, key)
-        if kind is None:
-            has = f"it has {', '.join(file.table.schema.names) or 'none'}"
-            yield f"{file.name}: no column {key}; {has}. Write {form} there, or name it as {option}"
-        elif not ((is_messages(kind, parts=parts) and "{" in form) or (is_text(kind) and form.endswith("text"))):
-            yield f"{file.name}: column {key} is {kind}, not {form}. Write it so (docs/data.md)"
+    of_messages = partial(is_messages, parts=parts)
+    if config.messages_key is not None:
+        yield from column_problems(file, "data.messages_key", config.messages_key, MESSAGES, of_messages, fields=True)
+        return
+    form = f"{MESSAGES} or text"
+
+    def fits(kind: pa.DataType) -> bool:
+        return of_messages(kind) or is_text(kind)
+
+    yield from column_problems(file, "data.prompt_key", config.prompt_key, form, fits, fields=True)
+    yield from column_problems(file, "data.response_key", config.response_key, "text", is_text, fields=True)

@@ -25,15 +25,19 @@ from mcore_rl.data.pairs import MEMBERS
 from mcore_rl.data.prompts import truncated
 from mcore_rl.data.rows import (
     MESSAGES,
+    NO_UTF8,
     Ragged,
     SourceFile,
     clean_messages,
+    column_problems,
     is_messages,
     is_text,
     more_than_text,
     named,
-    progress_bar,
+    no_column,
     read_files,
+    too_long,
+    usable_batches,
     wants_more_than_text,
 )
 from mcore_rl.data.turns import ASSISTANT
@@ -43,7 +47,6 @@ MessageList = list[dict[str, Any]]
 Answer = tuple[str, MessageList, MessageList, float]  # its column, the prompt, the answer, its label
 # (messages, the first of the answer) -> (tokens, which are trained); ValueError with the remedy
 Encode = Callable[[MessageList, int], tuple[list[int], list[bool]]]
-NOTHING = "is null or has no text. Write the answer, or leave the row out"
 
 
 @dataclass(frozen=True)
@@ -129,27 +132,26 @@ class PreferenceSet:
         """
         reading = _Reading()
         sources = read_files(files, reading.problems, max_samples=max_samples, seed=config.seed)
-        with progress_bar(sum(len(file.numbers) for file in sources)) as bar:
-            task = bar.add_task(f"{title}: tokenising", total=sum(len(file.numbers) for file in sources))
-            for file in sources:
-                single = form.labels and not (form.pairs and _has_pairs(file, config))
-                type_problems = list(_type_problems(file, config, single=single))
-                reading.problems += type_problems
-                for start, records in () if type_problems else file.batches():
-                    for row, record in enumerate(records, start):
-                        for column in wants_more_than_text(record or {}):
-                            reading.more_than_text.setdefault(column, []).append(file.row_id(row))
-                        read = _conversations(record, config, form, single=single)
-                        _take(reading, file.row_id(row), record or {}, read, config, encode)
-                    bar.advance(task, len(records))
+
+        def is_single(file: SourceFile) -> bool:
+            return form.labels and not (form.pairs and _has_pairs(file, config))
+
+        def type_problems(file: SourceFile) -> Iterator[str]:
+            return _type_problems(file, config, single=is_single(file))
+
+        for _, file, start, records in usable_batches(sources, title, reading.problems, type_problems):
+            single = is_single(file)
+            for row, record in enumerate(records, start):
+                for column in wants_more_than_text(record or {}):
+                    reading.more_than_text.setdefault(column, []).append(file.row_id(row))
+                try:
+                    _take(reading, file.row_id(row), record, config, form, encode, single=single)
+                except ValueError as error:
+                    reading.problems.append(f"{file.row_id(row)}: {error}")
         reading.problems += [more_than_text(column, ids) for column, ids in reading.more_than_text.items()]
         if reading.too_long and config.truncation is Truncation.error:
-            limit = f"data.max_length={config.max_length} tokens, the longest {reading.longest}"
-            remedy = f"Write data.truncation=right or left, or {reading.longest} tokens"
-            problem = (
-                f"{len(reading.too_long)} have an answer of more than {limit}: {named(reading.too_long)}. {remedy}"
-            )
-            reading.problems.append(problem)
+            what = "an answer of "
+            reading.problems.append(too_long(reading.too_long, reading.longest, config.max_length, what))
         if not reading.problems and not reading.ids:
             left = f"All {len(reading.untrained)} have an answer without a trained token within data.max_length"
             said = left if reading.untrained else "The files have no rows"
@@ -194,33 +196,30 @@ class PreferenceSet:
 def _take(
     reading: _Reading,
     row_id: str,
-    record: dict[str, Any],
-    read: list[Answer] | str,
+    record: dict[str, Any] | None,
     config: PreferenceDataConfig,
+    form: RowForm,
     encode: Encode,
+    *,
+    single: bool,
 ) -> None:
-    """Add one row to ``reading``.  read: as ``_conversations`` has it."""
-    numbers = row_numbers(record, config)
-    for said in (read, numbers):
-        if isinstance(said, str):
-            reading.problems.append(f"{row_id}: {said}")
-            return
-    assert not isinstance(read, str) and not isinstance(numbers, str)
+    """Add one row to ``reading``.  ValueError: what is wrong with it, in words."""
+    if record is None:
+        raise ValueError(NO_UTF8)
+    read = _conversations(record, config, form, single=single)
+    margin, weight = row_numbers(record, config)
     sides = list[tuple[list[int], list[bool]]]()
     for name, prompt, answer, _ in read:
         try:
             tokens, mask = encode([*prompt, *answer], len(prompt))
         except ValueError as error:
-            reading.problems.append(f"{row_id}: {name}: {error}")
-            return
-        except Exception as error:  # noqa: BLE001 - a template is a program of the user's and may raise anything
+            raise ValueError(f"{name}: {error}") from error
+        except Exception as error:  # a template is a program of the user's and may raise anything
             said = f"the chat template refuses it: {error}. Mend the messages or the template"
-            reading.problems.append(f"{row_id}: {name}: {said}")
-            return
+            raise ValueError(f"{name}: {said}") from error
         if not any(mask):
             said = "the chat template marks nothing of it as the assistant's. Mend its tags"
-            reading.problems.append(f"{row_id}: {name}: {said}")
-            return
+            raise ValueError(f"{name}: {said}")
         sides.append((tokens, mask))
     longest = max(len(tokens) for tokens, _ in sides)
     if longest > config.max_length:
@@ -241,8 +240,8 @@ def _take(
         reading.mask.append(mask)
         reading.labels.append(label)
     reading.ids.append(row_id)
-    reading.margins.append(numbers[0])
-    reading.weights.append(numbers[1])
+    reading.margins.append(margin)
+    reading.weights.append(weight)
 
 
 def _cut(tokens: list[int], mask: list[bool], config: PreferenceDataConfig) -> tuple[list[int], list[bool]]:
@@ -250,53 +249,48 @@ def _cut(tokens: list[int], mask: list[bool], config: PreferenceDataConfig) -> t
     return list(kept), [bool(each) for each in truncated(mask, config.max_length, config.truncation)]
 
 
-def row_numbers(record: dict[str, Any], config: PreferenceDataConfig) -> tuple[float, float] | str:
-    """(margin, weight) of a row, or its problem in words."""
+def row_numbers(record: dict[str, Any], config: PreferenceDataConfig) -> tuple[float, float]:
+    """(margin, weight) of a row.  ValueError: its problem, in words."""
     read = []
-    for key, otherwise, least in ((config.margin_key, 0.0, -float("inf")), (config.weight_key, 1.0, 0.0)):
+    for key, otherwise, least in ((config.margin_key, 0.0, -inf), (config.weight_key, 1.0, 0.0)):
         value = otherwise if key is None else record[key]
         if value is None or not isfinite(value) or value < least:
             below = ", or is negative" if least == 0 else ""
-            return f"{key} is {value}: no number{below}. Write one, or leave the row out"
+            raise ValueError(f"{key} is {value}: no number{below}. Write one, or leave the row out")
         read.append(float(value))
     return read[0], read[1]
 
 
 def _conversations(
-    record: dict[str, Any] | None, config: PreferenceDataConfig, form: RowForm, *, single: bool
-) -> list[Answer] | str:
-    """Each answer of a row, the preferred first; or the row's problem in words.  single: there is one, with a label."""
-    if record is None:
-        return "has text that is no UTF-8. Write the file again from text decoded as what it is"
+    record: dict[str, Any], config: PreferenceDataConfig, form: RowForm, *, single: bool
+) -> list[Answer]:
+    """Each answer of a row, the preferred first.  single: there is one, with a label.
+
+    ValueError: the row's problem, in words.
+    """
     columns = [(config.chosen_key, 1.0), (config.rejected_key, 0.0)]
     if single:
         label = record[config.label_key]
         if label is None or not isfinite(label) or not form.least <= label <= form.most:
             said = "null" if label is None else str(label)
             bounds = "" if isinf(form.most) else f" from {form.least:g} to {form.most:g}"
-            return f"{config.label_key} is {said}. Write a number{bounds}, true or false, or leave the row out"
+            remedy = f"Write a number{bounds}, true or false, or leave the row out"
+            raise ValueError(f"{config.label_key} is {said}. {remedy}")
         columns = [(config.completion_key, float(label))]
-    answers = []
-    for key, _ in columns:
-        answer = as_messages(record[key], ASSISTANT)
-        if isinstance(answer, str):
-            return f"{key} {answer}"
-        answers.append(answer)
-    prompt: MessageList | str = (
-        as_messages(record.get(config.prompt_key), "user") if config.prompt_key in record else []
-    )
-    if isinstance(prompt, str):
-        return f"{config.prompt_key} {prompt}"
+    answers = [as_messages(record, key, ASSISTANT) for key, _ in columns]
+    prompt = as_messages(record, config.prompt_key, "user") if config.prompt_key in record else []
     if not prompt:
         prompt = _shared(answers)
         if not prompt:
-            return f"has no {config.prompt_key}, and its answers begin with no message that both have. Write the prompt"
+            said = "and its answers begin with no message that both have. Write the prompt"
+            raise ValueError(f"has no {config.prompt_key}, {said}")
     read = []
     for (key, label), answer in zip(columns, answers, strict=True):
         if answer[: len(prompt)] == prompt:
             answer = answer[len(prompt) :]
         if all(message["role"] != ASSISTANT for message in answer):
-            return f"{key} has no message of the assistant after the prompt. Write one, or leave the row out"
+            said = "has no message of the assistant after the prompt. Write one, or leave the row out"
+            raise ValueError(f"{key} {said}")
         read.append((key, prompt, answer, label))
     return read
 
@@ -311,14 +305,19 @@ def _shared(answers: Sequence[MessageList]) -> MessageList:
     return first[:shared]
 
 
-def as_messages(value: Any, role: str) -> MessageList | str:
-    """Messages, or one text as a message of ``role``; or what is wrong, in words."""
+def as_messages(record: dict[str, Any], key: str, role: str) -> MessageList:
+    """The messages in column ``key``; one text is a message of ``role``.  ValueError: its problem, in words."""
+    value = record[key]
     if isinstance(value, str):
-        return [{"role": role, "content": value}] if value or role == ASSISTANT else "is empty. Write a text"
-    if value is None:
-        return NOTHING if role == ASSISTANT else f"is null. Write {MESSAGES} or a text, or leave the row out"
+        if not value and role != ASSISTANT:
+            raise ValueError(f"{key} is empty. Write a text")
+        return [{"role": role, "content": value}]
+    if value is None and role == ASSISTANT:
+        raise ValueError(f"{key} is null or has no text. Write the answer, or leave the row out")
     messages = clean_messages(value)
-    return f"{messages}. Write {MESSAGES} or a text, or leave the row out" if isinstance(messages, str) else messages
+    if isinstance(messages, str):
+        raise ValueError(f"{key} {messages}. Write {MESSAGES} or a text, or leave the row out")
+    return messages
 
 
 def _has_pairs(file: SourceFile, config: PreferenceDataConfig) -> bool:
@@ -328,20 +327,16 @@ def _has_pairs(file: SourceFile, config: PreferenceDataConfig) -> bool:
 def _type_problems(file: SourceFile, config: PreferenceDataConfig, *, single: bool) -> Iterator[str]:
     """Problems of the columns, which make every row of ``file`` unusable.  single: its rows have one answer."""
     schema, form = file.table.schema, f"{MESSAGES} or text"
-    has = f"it has {', '.join(schema.names) or 'none'}"
     pair = [("data.chosen_key", config.chosen_key), ("data.rejected_key", config.rejected_key)]
     wanted = [("data.completion_key", config.completion_key)] if single else pair
     prompt = [("data.prompt_key", config.prompt_key)]
     for option, key in [*(prompt if config.prompt_key in schema.names or single else []), *wanted]:
-        if key not in schema.names:
-            yield f"{file.name}: no column {key}; {has}. Write {form} there, or name it as {option}"
-        elif not (is_messages(schema.field(key).type) or is_text(schema.field(key).type)):
-            yield f"{file.name}: column {key} is {schema.field(key).type}, not {form}. Write it so (docs/data.md)"
+        yield from column_problems(file, option, key, form, lambda kind: is_messages(kind) or is_text(kind))
     label = [("data.label_key", config.label_key)] if single else []
     numbers = [("data.margin_key", config.margin_key), ("data.weight_key", config.weight_key), *label]
     for option, key in ((option, key) for option, key in numbers if key is not None):
         if key not in schema.names:
-            yield f"{file.name}: no column {key}; {has}. Write it, or name another as {option}"
+            yield no_column(file, key, f"Write it, or name another as {option}")
         elif not _is_number(kind := schema.field(key).type) and not (
             option == "data.label_key" and pa.types.is_boolean(kind)
         ):

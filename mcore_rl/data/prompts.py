@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -26,18 +27,22 @@ from mcore_rl.config.reward import Style
 from mcore_rl.data.chat_template import rendered
 from mcore_rl.data.media.placed import Placed, SizedImage
 from mcore_rl.data.rows import (
+    GROUND_TRUTH,
     MESSAGES,
+    NO_UTF8,
     AgentRows,
     Ragged,
     SourceFile,
     clean_messages,
+    column_problems,
     is_messages,
     is_text,
     named,
-    progress_bar,
     read_files,
+    reward_model_problems,
     style_of,
     unread_pictures,
+    usable_batches,
     wants_more_than_text,
 )
 from mcore_rl.errors import DataError
@@ -61,7 +66,6 @@ class AnswerReader(Protocol):
 
 
 UNKNOWN = "unknown"  # data source of rows without one, if none is needed
-GROUND_TRUTH = "Write data_source (text) and reward_model: {style, ground_truth} (docs/data.md)"
 
 
 @dataclass(frozen=True)
@@ -96,8 +100,14 @@ class PromptRow:
 
 @dataclass
 class _Reading:
-    """The state of reading files: usable rows, and problems."""
+    """The state of reading files: how it is done (see ``PromptSet.load``), usable rows, and problems."""
 
+    config: DataConfig
+    tokenizer: PreTrainedTokenizerBase
+    graded: bool = False
+    agents: AgentRows | None = None
+    answer_reader: AnswerReader | None = None
+    pictures: PictureReader | None = None
     tokens: Ragged = field(default_factory=Ragged)
     answers: Ragged = field(default_factory=Ragged)  # of each prompt, where they are read
     places: list[tuple[int, int]] = field(default_factory=list)  # file, row of its table
@@ -118,27 +128,20 @@ class PromptSet:
     have none.
     """
 
-    def __init__(
-        self,
-        files: list[SourceFile],
-        reading: _Reading,
-        config: DataConfig,
-        title: str,
-        pictures: PictureReader | None,
-    ) -> None:
+    def __init__(self, files: list[SourceFile], reading: _Reading, title: str) -> None:
         reading.tokens.close()
         reading.answers.close()
         self.title = title
         self.num_rows = sum(len(file.numbers) for file in files)
         too_long = len({*reading.too_long, *reading.long_answers})
-        self.num_left_out = too_long if config.filter_overlong_prompts else 0
-        self.num_truncated = 0 if config.filter_overlong_prompts else too_long
+        self.num_left_out = too_long if reading.config.filter_overlong_prompts else 0
+        self.num_truncated = 0 if reading.config.filter_overlong_prompts else too_long
         self._files = files
-        self._config = config
+        self._config = reading.config
         self._tokens, self._answers = reading.tokens, reading.answers
         self._places = reading.places
         self._media = reading.media
-        self.pictures = pictures
+        self.pictures = reading.pictures
 
     @classmethod
     def load(
@@ -167,19 +170,12 @@ class PromptSet:
         for images, videos or agents that are not there, a picture that cannot be read or has no place in the messages,
         prompts or answers that are too long if ``truncation`` is error, a cut through a picture, no prompt left.
         """
-        reading = _Reading()
+        reading = _Reading(config, tokenizer, graded, agents, answers, pictures)
         sources = read_files(files, reading.problems, max_samples=max_samples, seed=config.seed)
-        with progress_bar(sum(len(file.numbers) for file in sources)) as bar:
-            task = bar.add_task(f"{title}: tokenising", total=sum(len(file.numbers) for file in sources))
-            for number, file in enumerate(sources):
-                type_problems = list(_type_problems(file, config.prompt_key, graded, parts=pictures is not None))
-                if answers is not None and (problem := answers.column_problem(file)):
-                    type_problems.append(problem)
-                reading.problems += type_problems
-                for start, records in () if type_problems else file.batches():
-                    _take(reading, number, file, start, records, config, tokenizer, graded, agents, answers, pictures)
-                    bar.advance(task, len(records))
-        return cls._demanded(sources, reading, config, title, pictures)
+        type_problems = partial(_type_problems, reading=reading)
+        for number, file, start, records in usable_batches(sources, title, reading.problems, type_problems):
+            _take(reading, number, file, start, records)
+        return cls._demanded(sources, reading, title)
 
     @classmethod
     def of_question(cls, question: str, name: str, config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> PromptSet:
@@ -190,32 +186,26 @@ class PromptSet:
         messages = [{"role": "user", "content": question}]
         table = pa.table({config.prompt_key: [messages]})
         file = SourceFile(name=name, folder=Path(), table=table, numbers=np.zeros(1, dtype=np.int64))
-        reading = _Reading()
+        reading = _Reading(config, tokenizer)
         for start, records in file.batches():
-            _take(reading, 0, file, start, records, config, tokenizer, False, None, None, None)
-        return cls._demanded([file], reading, config, "question", None)
+            _take(reading, 0, file, start, records)
+        return cls._demanded([file], reading, "question")
 
     @classmethod
-    def _demanded(
-        cls,
-        sources: list[SourceFile],
-        reading: _Reading,
-        config: DataConfig,
-        title: str,
-        pictures: PictureReader | None,
-    ) -> PromptSet:
+    def _demanded(cls, sources: list[SourceFile], reading: _Reading, title: str) -> PromptSet:
         """The prompts that were read.  DataError: with all that is wrong with them."""
-        key = None if pictures is None else pictures.key
+        config = reading.config
+        key = None if reading.pictures is None else reading.pictures.key
         reading.problems += unread_pictures(sources, reading.more_than_text, key)
         if reading.too_long and not config.filter_overlong_prompts and config.truncation is Truncation.error:
-            reading.problems.append(_too_long(reading, config))
+            reading.problems.append(_too_long(reading))
         if reading.long_answers and not config.filter_overlong_prompts and config.truncation is Truncation.error:
-            reading.problems.append(_long_answers(reading, config))
+            reading.problems.append(_long_answers(reading))
         if not reading.problems and not reading.places:
-            reading.problems.append(_nothing_left(reading, config))
+            reading.problems.append(_nothing_left(reading))
         if reading.problems:
             raise DataError(title, reading.problems)
-        return cls(sources, reading, config, title, pictures)
+        return cls(sources, reading, title)
 
     def __len__(self) -> int:
         return len(self._places)
@@ -363,64 +353,49 @@ def kept_media(media: Sequence[Placed], length: int, limit: int, truncation: Tru
     return kept
 
 
-def _type_problems(file: SourceFile, prompt_key: str, graded: bool, parts: bool) -> Iterator[str]:
-    """Problems of the columns, which make every row of ``file`` unusable.  parts: see ``is_messages``."""
+def _type_problems(file: SourceFile, reading: _Reading) -> Iterator[str]:
+    """Problems of the columns, which make every row of ``file`` unusable."""
     types = {column.name: column.type for column in file.table.schema}
-    if prompt_key not in types:
-        has = f"it has {', '.join(types) or 'none'}"
-        yield f"{file.name}: no column {prompt_key}; {has}. Write {MESSAGES} there, or name it as data.prompt_key"
-    elif not is_messages(types[prompt_key], parts=parts):
-        yield f"{file.name}: column {prompt_key} is {types[prompt_key]}, not {MESSAGES}. Write it so (docs/data.md)"
+    fits = partial(is_messages, parts=reading.pictures is not None)
+    yield from column_problems(file, "data.prompt_key", reading.config.prompt_key, MESSAGES, fits)
     if "data_source" in types and not is_text(types["data_source"]):
         yield f"{file.name}: column data_source is {types['data_source']}, not text. Write the name of the data set"
     if "extra_info" in types and not (pa.types.is_struct(types["extra_info"]) or pa.types.is_null(types["extra_info"])):
         yield f"{file.name}: column extra_info is {types['extra_info']}, not a struct. Write it so, or drop it"
-    if not graded:
-        return
-    if "data_source" not in types:
-        yield f"{file.name}: no column data_source. {GROUND_TRUTH}"
-    if "reward_model" not in types:
-        yield f"{file.name}: no column reward_model. {GROUND_TRUTH}"
-    else:
-        kind = types["reward_model"]
-        if not pa.types.is_struct(kind) or all(kind.get_field_index(name) < 0 for name in ("style", "ground_truth")):
-            yield f"{file.name}: column reward_model is {kind}, without a ground_truth. {GROUND_TRUTH}"
+    if reading.graded:
+        if "data_source" not in types:
+            yield f"{file.name}: no column data_source. {GROUND_TRUTH}"
+        yield from reward_model_problems(file)
+    if reading.answer_reader is not None and (problem := reading.answer_reader.column_problem(file)):
+        yield problem
 
 
 def _take(
-    reading: _Reading,
-    number: int,
-    file: SourceFile,
-    start: int,
-    records: list[dict[str, Any] | None],
-    config: DataConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    graded: bool,
-    agents: AgentRows | None,
-    answers: AnswerReader | None,
-    pictures: PictureReader | None,
+    reading: _Reading, number: int, file: SourceFile, start: int, records: list[dict[str, Any] | None]
 ) -> None:
     """Add one batch of ``file``, the run's file ``number``, to ``reading``.  start: its first row."""
+    config, pictures = reading.config, reading.pictures
     rows, texts, images = [], [], list[list[SizedImage]]()
     for row, record in enumerate(records, start):
-        for column in wants_more_than_text(record or {}, agents, "" if pictures is None else pictures.key):
+        for column in wants_more_than_text(record or {}, reading.agents, "" if pictures is None else pictures.key):
             reading.more_than_text.setdefault(column, []).append(file.row_id(row))
-        text, of_row, problem = _rendered(record, config, tokenizer, graded, agents, pictures, file, row)
-        if problem:
-            reading.problems.append(f"{file.row_id(row)}: {problem}")
-        else:
-            rows.append(row)
-            texts.append(text)
-            images.append(of_row)
+        try:
+            text, of_row = _rendered(reading, record, file, row)
+        except ValueError as error:
+            reading.problems.append(f"{file.row_id(row)}: {error}")
+            continue
+        rows.append(row)
+        texts.append(text)
+        images.append(of_row)
     if not texts:
         return
-    encoded = tokenizer(texts, add_special_tokens=False, return_attention_mask=False)["input_ids"]
+    encoded = reading.tokenizer(texts, add_special_tokens=False, return_attention_mask=False)["input_ids"]
     for row, tokens, text, of_row in zip(rows, encoded, texts, images, strict=True):
         media: Sequence[Placed] = ()
         if of_row:
             assert pictures is not None, "a row without a reader has no pictures"
             try:
-                tokens, media = pictures.placed(text, of_row, tokenizer)
+                tokens, media = pictures.placed(text, of_row, reading.tokenizer)
             except ValueError as error:
                 reading.problems.append(f"{file.row_id(row)}: {pictures.key}: {error}")
                 continue
@@ -428,8 +403,8 @@ def _take(
             reading.problems.append(f"{file.row_id(row)}: the chat template makes no token of it. Write some content")
             continue
         answer: list[int] = []
-        if answers is not None:
-            said = answers.read(records[row - start] or {}, tokens)
+        if reading.answer_reader is not None:
+            said = reading.answer_reader.read(records[row - start] or {}, tokens)
             if isinstance(said, str):
                 reading.problems.append(f"{file.row_id(row)}: {said}")
                 continue
@@ -461,47 +436,37 @@ def _take(
 
 
 def _rendered(
-    record: dict[str, Any] | None,
-    config: DataConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    graded: bool,
-    agents: AgentRows | None,
-    pictures: PictureReader | None,
-    file: SourceFile,
-    row: int,
-) -> tuple[str, list[SizedImage], str]:
-    """(text of the prompt, its pictures, problem): the text or the problem is ""."""
+    reading: _Reading, record: dict[str, Any] | None, file: SourceFile, row: int
+) -> tuple[str, list[SizedImage]]:
+    """(text of the prompt, its pictures) of a row.  ValueError: what is wrong with it, in words."""
+    config, agents, pictures = reading.config, reading.agents, reading.pictures
     if record is None:
-        return "", [], "has text that is no UTF-8. Write the file again from text decoded as what it is"
+        raise ValueError(NO_UTF8)
     messages = clean_messages(record[config.prompt_key])
     if isinstance(messages, str):
-        return "", [], f"{config.prompt_key} {messages}. Write {MESSAGES}, or leave the row out"
-    if graded:
+        raise ValueError(f"{config.prompt_key} {messages}. Write {MESSAGES}, or leave the row out")
+    if reading.graded:
         if not record["data_source"]:
-            return "", [], "data_source is null or empty. Write the name of the data set"
+            raise ValueError("data_source is null or empty. Write the name of the data set")
         asked = record["reward_model"]
         if style_of(asked) is Style.rule and (asked is None or asked.get("ground_truth") is None):
-            return "", [], "reward_model has no ground_truth. Write the right answer, or leave the row out"
+            raise ValueError("reward_model has no ground_truth. Write the right answer, or leave the row out")
     if agents is not None and (problem := agents.problem_of(record)):
-        return "", [], problem
-    images: list[SizedImage] = []
-    if pictures is not None:
-        try:
-            images = pictures.read(record, file.folder, file.row_id(row))
-        except ValueError as error:
-            return "", [], str(error)
+        raise ValueError(problem)
+    images = [] if pictures is None else pictures.read(record, file.folder, file.row_id(row))
     try:
         if pictures is not None:
             messages = pictures.messages(messages, len(images))
         kwargs: dict[str, Any] = dict(config.chat_template_kwargs)
         if agents is not None and (tools := agents.tools_of(record)):
             kwargs["tools"] = tools
-        text = rendered(tokenizer, messages, opens=True, kwargs=kwargs, pictures=pictures is not None)
+        text = rendered(reading.tokenizer, messages, opens=True, kwargs=kwargs, pictures=pictures is not None)
     except ValueError as error:
-        return "", [], f"{config.prompt_key}: {error}"
-    except Exception as error:  # noqa: BLE001 - a template is a program of the user's and may raise anything
-        return "", [], f"the chat template refuses it: {error}. Mend the messages, or use another template"
-    return text, images, ""
+        raise ValueError(f"{config.prompt_key}: {error}") from error
+    except Exception as error:  # a template is a program of the user's and may raise anything
+        remedy = "Mend the messages, or use another template"
+        raise ValueError(f"the chat template refuses it: {error}. {remedy}") from error
+    return text, images
 
 
 def _cut_picture(picture: Placed, length: int, config: DataConfig) -> str:
@@ -511,8 +476,8 @@ def _cut_picture(picture: Placed, length: int, config: DataConfig) -> str:
     return f"data.truncation={config.truncation.value} would cut the picture at {where}, for {limit}. {remedy}"
 
 
-def _too_long(reading: _Reading, config: DataConfig) -> str:
-    limit = f"data.max_prompt_length={config.max_prompt_length}"
+def _too_long(reading: _Reading) -> str:
+    limit = f"data.max_prompt_length={reading.config.max_prompt_length}"
     count = f"{len(reading.too_long)} prompts have" if len(reading.too_long) > 1 else "1 prompt has"
     remedy = (
         f"Write data.filter_overlong_prompts=true, data.truncation=left, right or middle, or {reading.longest} tokens"
@@ -520,21 +485,21 @@ def _too_long(reading: _Reading, config: DataConfig) -> str:
     return f"{count} more than {limit} tokens, the longest {reading.longest}: {named(reading.too_long)}. {remedy}"
 
 
-def _long_answers(reading: _Reading, config: DataConfig) -> str:
-    limit = f"data.max_response_length={config.max_response_length}"
+def _long_answers(reading: _Reading) -> str:
+    limit = f"data.max_response_length={reading.config.max_response_length}"
     count = f"{len(reading.long_answers)} answers have" if len(reading.long_answers) > 1 else "1 answer has"
     remedy = f"Write data.filter_overlong_prompts=true, data.truncation=right, or {reading.longest_answer} tokens"
     longest = f"the longest {reading.longest_answer}: {named(reading.long_answers)}"
     return f"{count} more than {limit} tokens, {longest}. {remedy}"
 
 
-def _nothing_left(reading: _Reading, config: DataConfig) -> str:
+def _nothing_left(reading: _Reading) -> str:
     if reading.long_answers and not reading.too_long:
-        limit = f"data.max_response_length={config.max_response_length}"
+        limit = f"data.max_response_length={reading.config.max_response_length}"
         return f"no prompt is left: the answers of all have more than {limit} tokens. Write {reading.longest_answer}"
     if not reading.too_long:
         return "the files have no rows. Name files with prompts"
-    limit = f"data.max_prompt_length={config.max_prompt_length}"
+    limit = f"data.max_prompt_length={reading.config.max_prompt_length}"
     return (
         f"no prompt is left: all {len(reading.too_long)} have more than {limit} tokens. Write up to {reading.longest}"
     )

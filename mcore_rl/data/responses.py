@@ -21,13 +21,17 @@ import pyarrow.parquet as pq
 
 from mcore_rl.config.reward import Style
 from mcore_rl.data.rows import (
+    GROUND_TRUTH,
     MESSAGES,
+    NO_UTF8,
     SourceFile,
     clean_messages,
     is_list,
     is_messages,
     is_text,
+    no_column,
     read_files,
+    reward_model_problems,
     style_of,
 )
 from mcore_rl.data.tables import writable
@@ -59,7 +63,6 @@ OF_AGENTS = {
 REASONS = OF_AGENTS["reason"][0]
 GENERATED = (RESPONSES, NUM_TOKENS, FINISH, TURNS, *(column for column, _ in OF_AGENTS.values()))
 LOST = "abort"  # finish reason of an episode whose environment or engine failed
-GROUND_TRUTH = "Write data_source (text) and reward_model: {style, ground_truth} (docs/data.md)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,7 +248,7 @@ class ResponseSet:
     def _check(self, record: dict[str, Any] | None) -> str:
         """What is wrong with a row, else ""; then its number of responses and its data source are noted."""
         if record is None:
-            return "has text that is no UTF-8. Write the file again from text decoded as what it is"
+            return NO_UTF8
         responses = _texts(record[self._response_key])
         if not responses or None in responses:
             return f"{self._response_key} is null or empty, or holds a null. Generate it again, or leave the row out"
@@ -325,19 +328,12 @@ def _type_problems(file: SourceFile, response_key: str) -> Iterator[str]:
     """Problems of the columns, which make every row of ``file`` unusable."""
     types = {column.name: column.type for column in file.table.schema}
     if response_key not in types:
-        has = f"it has {', '.join(types) or 'none'}"
-        yield f"{file.name}: no column {response_key}; {has}. Name the one with the responses as response_key"
+        yield no_column(file, response_key, "Name the one with the responses as response_key")
     elif not is_text(kind := types[response_key]) and not (is_list(kind) and is_text(kind.value_type)):
         yield f"{file.name}: column {response_key} is {kind}, not a list of texts. Write it so"
     if "data_source" not in types or not is_text(types["data_source"]):
         yield f"{file.name}: no column data_source of text. {GROUND_TRUTH}"
-    reward_model = types.get("reward_model")
-    if reward_model is None:
-        yield f"{file.name}: no column reward_model. {GROUND_TRUTH}"
-    elif not pa.types.is_struct(reward_model) or all(
-        reward_model.get_field_index(name) < 0 for name in ("style", "ground_truth")
-    ):
-        yield f"{file.name}: column reward_model is {reward_model}, without a ground_truth. {GROUND_TRUTH}"
+    yield from reward_model_problems(file)
     for name in (NUM_TOKENS, FINISH):
         if name != response_key and name in types and not is_list(types[name]):
             yield f"{file.name}: column {name} is {types[name]}, not a list. Write one entry a response, or drop it"

@@ -10,7 +10,7 @@ folders as it takes to tell it from the others.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -28,6 +28,8 @@ BATCH_ROWS = 1_000
 LONG_ROWS = 20_000  # more than a few seconds: a bar shows how far it is
 MAX_NAMED = 20
 MESSAGES = "a list of {role, content}"
+NO_UTF8 = "has text that is no UTF-8. Write the file again from text decoded as what it is"
+GROUND_TRUTH = "Write data_source (text) and reward_model: {style, ground_truth} (docs/data.md)"
 # Columns, also of extra_info, that ask for more than text; only a run of agents does some of it.
 MORE_THAN_TEXT = {
     "agent_name": "agents",
@@ -141,6 +143,74 @@ def read_files(
         kept = np.flatnonzero(mask)
         read.append(SourceFile(name=name, folder=folder, table=table, numbers=kept, json=texts))
     return read
+
+
+def usable_batches(
+    files: Sequence[SourceFile],
+    title: str,
+    problems: list[str],
+    type_problems: Callable[[SourceFile], Iterable[str]],
+) -> Iterator[tuple[int, SourceFile, int, list[dict[str, Any] | None]]]:
+    """(number of a file, the file, index of the first, records) of the batches of ``files``.
+
+    title: of the bar that shows how far it is, where rows are many.  problems: grows by ``type_problems`` of each file,
+    which make every row of it unusable.
+    """
+    total = sum(len(file.numbers) for file in files)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    bar = Progress(*columns, console=Console(stderr=True), transient=True, disable=total < LONG_ROWS)
+    with bar:
+        task = bar.add_task(f"{title}: tokenising", total=total)
+        for number, file in enumerate(files):
+            of_types = list(type_problems(file))
+            problems += of_types
+            for start, records in () if of_types else file.batches():
+                yield number, file, start, records
+                bar.advance(task, len(records))
+
+
+def no_column(file: SourceFile, key: str, remedy: str) -> str:
+    """The problem of a file without the column ``key``."""
+    return f"{file.name}: no column {key}; it has {', '.join(file.table.schema.names) or 'none'}. {remedy}"
+
+
+def column_problems(
+    file: SourceFile,
+    option: str,
+    key: str,
+    form: str,
+    fits: Callable[[pa.DataType], bool],
+    *,
+    fields: bool = False,
+    page: str = "docs/data.md",
+) -> Iterator[str]:
+    """What is wrong with the column ``key`` of a file, which ``option`` names.
+
+    form: of its values, in words; ``fits``: whether a type has it.  fields: ``key`` may be a field of a column.
+    page: where it is shown.
+    """
+    schema = file.table.schema
+    kind = field_type(schema, key) if fields or key in schema.names else None
+    if kind is None:
+        yield no_column(file, key, f"Write {form} there, or name it as {option}")
+    elif not fits(kind):
+        yield f"{file.name}: column {key} is {kind}, not {form}. Write it so ({page})"
+
+
+def reward_model_problems(file: SourceFile) -> Iterator[str]:
+    """What is wrong with the column ``reward_model`` of a file whose rows are graded."""
+    kind = field_type(file.table.schema, "reward_model")
+    if kind is None:
+        yield f"{file.name}: no column reward_model. {GROUND_TRUTH}"
+    elif not pa.types.is_struct(kind) or all(kind.get_field_index(name) < 0 for name in ("style", "ground_truth")):
+        yield f"{file.name}: column reward_model is {kind}, without a ground_truth. {GROUND_TRUTH}"
+
+
+def too_long(ids: Sequence[str], longest: int, max_length: int, what: str = "") -> str:
+    """The problem of rows with more than ``data.max_length`` tokens.  what: of them has these."""
+    limit = f"data.max_length={max_length} tokens, the longest {longest}"
+    remedy = f"Write data.truncation=right or left, or {longest} tokens"
+    return f"{len(ids)} have {what}more than {limit}: {named(ids)}. {remedy}"
 
 
 def distinct_names(paths: Sequence[Path]) -> list[str]:
@@ -300,12 +370,6 @@ def named(ids: Sequence[str]) -> str:
     """The first ``MAX_NAMED`` of ``ids``, and how many more there are."""
     more = f" and {len(ids) - MAX_NAMED} more" if len(ids) > MAX_NAMED else ""
     return ", ".join(ids[:MAX_NAMED]) + more
-
-
-def progress_bar(total: int) -> Progress:
-    """On standard error, gone when done, and only where ``total`` rows are many."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    return Progress(*columns, console=Console(stderr=True), transient=True, disable=total < LONG_ROWS)
 
 
 def field_value(record: dict[str, Any], key: str) -> Any:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -23,14 +24,16 @@ from mcore_rl.data.conversations import Conversation
 from mcore_rl.data.preferences import PreferredAnswers, as_messages, row_numbers
 from mcore_rl.data.rows import (
     MESSAGES,
+    NO_UTF8,
     Ragged,
     SourceFile,
+    column_problems,
     is_list,
     is_messages,
     is_text,
-    named,
-    progress_bar,
     read_files,
+    too_long,
+    usable_batches,
 )
 from mcore_rl.data.scored_answers import END, conversation_tokens, with_end
 from mcore_rl.data.turns import ASSISTANT
@@ -106,23 +109,16 @@ class StepSet:
         """
         reading = _Reading()
         sources = read_files(files, reading.problems, max_samples=max_samples, seed=config.seed)
-        with progress_bar(sum(len(file.numbers) for file in sources)) as bar:
-            task = bar.add_task(f"{title}: tokenising", total=sum(len(file.numbers) for file in sources))
-            for file in sources:
-                type_problems = list(_type_problems(file, config))
-                reading.problems += type_problems
-                for start, records in () if type_problems else file.batches():
-                    for number, record in enumerate(records, start):
-                        try:
-                            _take(reading, file.row_id(number), record, config, tokenizer, pad_token_id)
-                        except ValueError as error:
-                            reading.problems.append(f"{file.row_id(number)}: {error}")
-                    bar.advance(task, len(records))
+        type_problems = partial(_type_problems, config=config)
+        for _, file, start, records in usable_batches(sources, title, reading.problems, type_problems):
+            for number, record in enumerate(records, start):
+                try:
+                    _take(reading, file.row_id(number), record, config, tokenizer, pad_token_id)
+                except ValueError as error:
+                    reading.problems.append(f"{file.row_id(number)}: {error}")
         if reading.too_long and config.truncation is Truncation.error:
-            limit = f"data.max_length={config.max_length} tokens, the longest {reading.longest}"
-            remedy = f"Write data.truncation=right or left, or {reading.longest} tokens"
-            said = f"{len(reading.too_long)} have an answer of more than {limit}: {named(reading.too_long)}"
-            reading.problems.append(f"{said}. {remedy}")
+            what = "an answer of "
+            reading.problems.append(too_long(reading.too_long, reading.longest, config.max_length, what))
         if not reading.problems and not reading.ids:
             reading.problems.append("no row is left with a step that ends within data.max_length. Name others")
         if reading.problems:
@@ -160,13 +156,10 @@ def _take(
 ) -> None:
     """Adds one row to ``reading``.  ValueError: what is wrong with it, in words."""
     if record is None:
-        raise ValueError("has text that is no UTF-8. Write the file again from text decoded as what it is")
+        raise ValueError(NO_UTF8)
     steps, labels = _steps(record, config)
-    prompt, numbers = as_messages(record[config.prompt_key], "user"), row_numbers(record, config)
-    if isinstance(prompt, str):
-        raise ValueError(f"{config.prompt_key} {prompt}")
-    if isinstance(numbers, str):
-        raise ValueError(numbers)
+    prompt = as_messages(record, config.prompt_key, "user")
+    _, weight = row_numbers(record, config)
     joined, ends = joined_steps(steps)
     tokens, marks = marked(tokenizer, prompt, joined, ends, pad_token_id, config.chat_template_kwargs)
     if len(tokens) > config.max_length:
@@ -184,7 +177,7 @@ def _take(
     reading.tokens.append(tokens)
     reading.ends.append(list(marks.values()))
     reading.labels.append(tuple(labels[step] for step in marks))
-    reading.weights.append(numbers[1])
+    reading.weights.append(weight)
     reading.ids.append(row_id)
 
 
@@ -256,7 +249,6 @@ def marked(
 
 def _type_problems(file: SourceFile, config: PreferenceDataConfig) -> Iterator[str]:
     """Problems of the columns, which make every row of ``file`` unusable."""
-    types = {column.name: column.type for column in file.table.schema}
     assert config.step_labels_key is not None
     wanted: tuple[tuple[str, str, str, Callable[[pa.DataType], bool]], ...] = (
         ("data.prompt_key", config.prompt_key, f"{MESSAGES} or text", lambda kind: is_messages(kind) or is_text(kind)),
@@ -270,11 +262,7 @@ def _type_problems(file: SourceFile, config: PreferenceDataConfig) -> Iterator[s
         *([] if config.weight_key is None else [("data.weight_key", config.weight_key, "a number", _is_label)]),
     )
     for option, key, form, fits in wanted:
-        if key not in types:
-            has = f"it has {', '.join(types) or 'none'}"
-            yield f"{file.name}: no column {key}; {has}. Write {form} there, or name it as {option}"
-        elif not fits(types[key]):
-            yield f"{file.name}: column {key} is {types[key]}, not {form}. Write it so (docs/reward_training.md)"
+        yield from column_problems(file, option, key, form, fits, page="docs/reward_training.md")
 
 
 def _lists(kind: pa.DataType, of: Any) -> bool:
