@@ -22,6 +22,7 @@ from mcore_rl.data.rows import (
     MESSAGES,
     NO_UTF8,
     Ragged,
+    Reading,
     SourceFile,
     clean_messages,
     column_problems,
@@ -58,19 +59,14 @@ class Conversation:
     media: tuple[Placed, ...] = ()
 
 
-@dataclass
-class _Reading:
+@dataclass(kw_only=True)
+class _Reading(Reading):
     """The state of reading files: usable rows, and problems."""
 
-    tokens: Ragged = field(default_factory=Ragged)
     mask: Ragged = field(default_factory=Ragged)
     places: list[tuple[int, int]] = field(default_factory=list)  # file, row of its table
     media: list[tuple[Placed, ...]] = field(default_factory=list)  # of each conversation, where pictures are read
-    problems: list[str] = field(default_factory=list)
-    too_long: list[str] = field(default_factory=list)
     untrained: list[str] = field(default_factory=list)
-    more_than_text: dict[str, list[str]] = field(default_factory=dict)  # ids by column
-    longest: int = 0
 
 
 class ConversationSet:
@@ -131,8 +127,8 @@ class ConversationSet:
         for number, file, start, records in usable_batches(sources, title, reading.problems, type_problems):
             for row, record in enumerate(records, start):
                 read = "" if pictures is None else pictures.key
-                for column in wants_more_than_text({**(record or {}), "tools": None}, read=read):
-                    reading.more_than_text.setdefault(column, []).append(file.row_id(row))
+                asked = wants_more_than_text({**(record or {}), "tools": None}, read=read)
+                reading.note_more_than_text(file.row_id(row), asked)
                 try:
                     _take(reading, (number, row), file, record, config, turns, pictures)
                 except ValueError as error:
@@ -233,8 +229,7 @@ def _take(
         said = "nothing of it is trained: the chat template marks none of it as the assistant's, or no message that is"
         raise ValueError(f"{said}. Mend its tags, or weight, or leave the row out")
     if len(tokens) > config.max_length:
-        reading.too_long.append(row_id)
-        reading.longest = max(reading.longest, len(tokens))
+        reading.note_too_long(row_id, len(tokens))
         if config.truncation is Truncation.error:
             return
         kept = kept_media(media, len(tokens), config.max_length, config.truncation)

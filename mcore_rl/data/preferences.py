@@ -27,6 +27,7 @@ from mcore_rl.data.rows import (
     MESSAGES,
     NO_UTF8,
     Ragged,
+    Reading,
     SourceFile,
     clean_messages,
     column_problems,
@@ -80,23 +81,18 @@ class PreferredAnswers:
         return len(self.answers) == MEMBERS
 
 
-@dataclass
-class _Reading:
+@dataclass(kw_only=True)
+class _Reading(Reading):
     """The state of reading files: usable rows, and problems.  sides: tokens and mask of answers; first: of each row."""
 
-    tokens: Ragged = field(default_factory=Ragged)
     mask: Ragged = field(default_factory=Ragged)
     labels: list[float] = field(default_factory=list)
     first: list[int] = field(default_factory=list)
     ids: list[str] = field(default_factory=list)
     margins: list[float] = field(default_factory=list)
     weights: list[float] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
-    too_long: list[str] = field(default_factory=list)
     untrained: list[str] = field(default_factory=list)
     equal: list[str] = field(default_factory=list)  # pairs whose two answers are the same tokens
-    more_than_text: dict[str, list[str]] = field(default_factory=dict)  # ids by column
-    longest: int = 0
 
 
 class PreferenceSet:
@@ -142,8 +138,7 @@ class PreferenceSet:
         for _, file, start, records in usable_batches(sources, title, reading.problems, type_problems):
             single = is_single(file)
             for row, record in enumerate(records, start):
-                for column in wants_more_than_text(record or {}):
-                    reading.more_than_text.setdefault(column, []).append(file.row_id(row))
+                reading.note_more_than_text(file.row_id(row), wants_more_than_text(record or {}))
                 try:
                     _take(reading, file.row_id(row), record, config, form, encode, single=single)
                 except ValueError as error:
@@ -223,8 +218,7 @@ def _take(
         sides.append((tokens, mask))
     longest = max(len(tokens) for tokens, _ in sides)
     if longest > config.max_length:
-        reading.too_long.append(row_id)
-        reading.longest = max(reading.longest, longest)
+        reading.note_too_long(row_id, longest)
         if config.truncation is Truncation.error:
             return
         sides = [_cut(tokens, mask, config) for tokens, mask in sides]

@@ -32,6 +32,7 @@ from mcore_rl.data.rows import (
     NO_UTF8,
     AgentRows,
     Ragged,
+    Reading,
     SourceFile,
     clean_messages,
     column_problems,
@@ -98,8 +99,8 @@ class PromptRow:
         return style_of(self.columns.get("reward_model"))
 
 
-@dataclass
-class _Reading:
+@dataclass(kw_only=True)
+class _Reading(Reading):
     """The state of reading files: how it is done (see ``PromptSet.load``), usable rows, and problems."""
 
     config: DataConfig
@@ -108,14 +109,9 @@ class _Reading:
     agents: AgentRows | None = None
     answer_reader: AnswerReader | None = None
     pictures: PictureReader | None = None
-    tokens: Ragged = field(default_factory=Ragged)
     answers: Ragged = field(default_factory=Ragged)  # of each prompt, where they are read
     places: list[tuple[int, int]] = field(default_factory=list)  # file, row of its table
     media: list[tuple[Placed, ...]] = field(default_factory=list)  # of each prompt, where pictures are read
-    problems: list[str] = field(default_factory=list)
-    too_long: list[str] = field(default_factory=list)  # ids
-    more_than_text: dict[str, list[str]] = field(default_factory=dict)  # ids by column
-    longest: int = 0
     long_answers: list[str] = field(default_factory=list)  # ids
     longest_answer: int = 0
 
@@ -170,7 +166,14 @@ class PromptSet:
         for images, videos or agents that are not there, a picture that cannot be read or has no place in the messages,
         prompts or answers that are too long if ``truncation`` is error, a cut through a picture, no prompt left.
         """
-        reading = _Reading(config, tokenizer, graded, agents, answers, pictures)
+        reading = _Reading(
+            config=config,
+            tokenizer=tokenizer,
+            graded=graded,
+            agents=agents,
+            answer_reader=answers,
+            pictures=pictures,
+        )
         sources = read_files(files, reading.problems, max_samples=max_samples, seed=config.seed)
         type_problems = partial(_type_problems, reading=reading)
         for number, file, start, records in usable_batches(sources, title, reading.problems, type_problems):
@@ -186,7 +189,7 @@ class PromptSet:
         messages = [{"role": "user", "content": question}]
         table = pa.table({config.prompt_key: [messages]})
         file = SourceFile(name=name, folder=Path(), table=table, numbers=np.zeros(1, dtype=np.int64))
-        reading = _Reading(config, tokenizer)
+        reading = _Reading(config=config, tokenizer=tokenizer)
         for start, records in file.batches():
             _take(reading, 0, file, start, records)
         return cls._demanded([file], reading, "question")
@@ -370,15 +373,13 @@ def _type_problems(file: SourceFile, reading: _Reading) -> Iterator[str]:
         yield problem
 
 
-def _take(
-    reading: _Reading, number: int, file: SourceFile, start: int, records: list[dict[str, Any] | None]
-) -> None:
+def _take(reading: _Reading, number: int, file: SourceFile, start: int, records: list[dict[str, Any] | None]) -> None:
     """Add one batch of ``file``, the run's file ``number``, to ``reading``.  start: its first row."""
     config, pictures = reading.config, reading.pictures
     rows, texts, images = [], [], list[list[SizedImage]]()
     for row, record in enumerate(records, start):
-        for column in wants_more_than_text(record or {}, reading.agents, "" if pictures is None else pictures.key):
-            reading.more_than_text.setdefault(column, []).append(file.row_id(row))
+        key = "" if pictures is None else pictures.key
+        reading.note_more_than_text(file.row_id(row), wants_more_than_text(record or {}, reading.agents, key))
         try:
             text, of_row = _rendered(reading, record, file, row)
         except ValueError as error:
@@ -414,8 +415,7 @@ def _take(
             reading.long_answers.append(file.row_id(row))
             reading.longest_answer = max(reading.longest_answer, len(answer))
         if len(tokens) > config.max_prompt_length:
-            reading.too_long.append(file.row_id(row))
-            reading.longest = max(reading.longest, len(tokens))
+            reading.note_too_long(file.row_id(row), len(tokens))
             fits = False
         if not fits:
             if config.filter_overlong_prompts or config.truncation is Truncation.error:

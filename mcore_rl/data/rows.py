@@ -426,3 +426,27 @@ class Ragged:
     def __getitem__(self, index: int) -> NDArray[np.int32]:
         end = self._ends[index]
         return self._flat[end - self._lengths[index] : end]
+
+
+@dataclass(kw_only=True)
+class Reading:
+    """The state of reading files: tokens of the usable rows, and what is wrong with others.
+
+    too_long: ids of rows with more tokens than fit; longest: the most of one.  more_than_text: ids, by column.
+    """
+
+    tokens: Ragged = field(default_factory=Ragged)
+    problems: list[str] = field(default_factory=list)
+    too_long: list[str] = field(default_factory=list)
+    longest: int = 0
+    more_than_text: dict[str, list[str]] = field(default_factory=dict)
+
+    def note_too_long(self, row_id: str, length: int) -> None:
+        """Takes a row of ``length`` tokens among those that are too long."""
+        self.too_long.append(row_id)
+        self.longest = max(self.longest, length)
+
+    def note_more_than_text(self, row_id: str, columns: Iterable[str]) -> None:
+        """Takes a row that asks for more than text in ``columns``."""
+        for column in columns:
+            self.more_than_text.setdefault(column, []).append(row_id)

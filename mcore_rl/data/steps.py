@@ -26,6 +26,7 @@ from mcore_rl.data.rows import (
     MESSAGES,
     NO_UTF8,
     Ragged,
+    Reading,
     SourceFile,
     column_problems,
     is_list,
@@ -65,19 +66,15 @@ class LabelledSteps:
         return [PreferredAnswers((answer,), (label,), 0.0, self.weight) for answer, label in pairs]
 
 
-@dataclass
-class _Reading:
+@dataclass(kw_only=True)
+class _Reading(Reading):
     """The state of reading files: usable rows, and problems."""
 
-    tokens: Ragged = field(default_factory=Ragged)
     ends: Ragged = field(default_factory=Ragged)  # of each row, the tokens up to the end of each step
     labels: list[tuple[float, ...]] = field(default_factory=list)
     weights: list[float] = field(default_factory=list)
     ids: list[str] = field(default_factory=list)
     num_left_out: int = 0
-    problems: list[str] = field(default_factory=list)
-    too_long: list[str] = field(default_factory=list)
-    longest: int = 0
 
 
 class StepSet:
@@ -163,8 +160,7 @@ def _take(
     joined, ends = joined_steps(steps)
     tokens, marks = marked(tokenizer, prompt, joined, ends, pad_token_id, config.chat_template_kwargs)
     if len(tokens) > config.max_length:
-        reading.too_long.append(row_id)
-        reading.longest = max(reading.longest, len(tokens))
+        reading.note_too_long(row_id, len(tokens))
         if config.truncation is Truncation.error:
             return
         cut = len(tokens) - config.max_length

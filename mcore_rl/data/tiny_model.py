@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mcore_rl.config.data import MAX_PIXELS, MIN_PIXELS
 from mcore_rl.config.resources import MODEL_CONFIGS
@@ -17,6 +17,9 @@ from mcore_rl.errors import ConfigError, Violation
 from mcore_rl.families.checkpoints import find_checkpoint, published_config
 from mcore_rl.families.config_json import read_config
 from mcore_rl.families.registry import model_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 PROCESSOR = "preprocessor_config.json"
 
@@ -103,47 +106,41 @@ def write_tiny_model(
     data: a directory of parquet files, for the tokenizer.  vocab_size: at most.  max_length: the context, in tokens.
     Raises ConfigError if the family has no tiny model, or ``data`` no files.
     """
-    if family in PICTURES:
-        return _write_seeing(out, texts(data), family, vocab_size, max_length, seed)
-    values = configuration(family)
+    sees = family in PICTURES
+    values = {} if sees else configuration(family)
     pieces = texts(data)
     import torch  # when all is checked
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     from mcore_rl.data.tiny_tokenizer import build_tokenizer
 
-    tokenizer = build_tokenizer(pieces, out, vocab_size)
-    values |= {
+    tokenizer = build_tokenizer(pieces, out, vocab_size, pictures=sees)
+    of_text = {
         "vocab_size": len(tokenizer),
         "max_position_embeddings": max_length,
         "bos_token_id": tokenizer.bos_token_id,
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
     }
-    if "factor" in values["rope_parameters"]:
+    values = _seeing(family, tokenizer, of_text) if sees else values | of_text
+    if "factor" in values.get("rope_parameters", ()):
         values["rope_parameters"]["original_max_position_embeddings"] = max_length
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**values))  # type: ignore[no-untyped-call]
+    kind: Any = AutoModelForImageTextToText if sees else AutoModelForCausalLM
+    model = kind.from_config(AutoConfig.for_model(**values))
     model.save_pretrained(out)
+    if sees:
+        (out / PROCESSOR).write_text(json.dumps(_processor(out), indent=2) + "\n", encoding="utf-8")
+        values |= SIZES
     return TinyModel(values, sum(parameter.numel() for parameter in model.parameters()), len(tokenizer))
 
 
-def _write_seeing(out: Path, pieces: list[str], family: str, vocab_size: int, max_length: int, seed: int) -> TinyModel:
-    """Writes a checkpoint of a family of ``PICTURES``, with the numbers by which its processor normalises pixels."""
-    import torch
-    from transformers import AutoConfig, AutoModelForImageTextToText
-
-    from mcore_rl.data.tiny_tokenizer import build_tokenizer
-
-    tokenizer = build_tokenizer(pieces, out, vocab_size, pictures=True)
+def _seeing(family: str, tokenizer: PreTrainedTokenizerFast, of_text: dict[str, Any]) -> dict[str, Any]:
+    """The ``config.json`` of a family of ``PICTURES``.  of_text: of its part that reads text."""
     parts = PICTURES[family]
     text = SIZES | {
         "intermediate_size": 256,
-        "vocab_size": len(tokenizer),
-        "max_position_embeddings": max_length,
-        "bos_token_id": tokenizer.bos_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
+        **of_text,
         "tie_word_embeddings": False,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, **parts["rope"]},
         **parts["text"],
@@ -156,7 +153,7 @@ def _write_seeing(out: Path, pieces: list[str], family: str, vocab_size: int, ma
         "image_token_id": "<|image_pad|>",
         "video_token_id": "<|video_pad|>",
     }
-    values: dict[str, Any] = {
+    return {
         "model_type": family,
         "dtype": "float32",
         "tie_word_embeddings": False,
@@ -164,16 +161,10 @@ def _write_seeing(out: Path, pieces: list[str], family: str, vocab_size: int, ma
         "vision_config": TOWER | parts["vision"],
         **{key: tokenizer.convert_tokens_to_ids(name) for key, name in names.items()},
     }
-    torch.manual_seed(seed)
-    config = AutoConfig.for_model(**values)
-    model = AutoModelForImageTextToText.from_config(config)  # type: ignore[no-untyped-call]
-    model.save_pretrained(out)
-    (out / PROCESSOR).write_text(json.dumps(_processor(out), indent=2) + "\n", encoding="utf-8")
-    return TinyModel(values | SIZES, sum(parameter.numel() for parameter in model.parameters()), len(tokenizer))
 
 
 def _processor(out: Path) -> dict[str, Any]:
-    """What ``preprocessor_config.json`` of the checkpoint in ``out`` says."""
+    """``preprocessor_config.json`` of the checkpoint in ``out``: the numbers by which pixels are normalised."""
     vision = model_of(read_config(out), pictures=True)[1].vision
     assert vision is not None, "such a model sees pictures"
     return {

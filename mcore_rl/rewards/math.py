@@ -13,7 +13,7 @@ from functools import lru_cache
 
 from mcore_rl.config.reward import RewardConfig
 from mcore_rl.rewards.math_comparison import MAX_ANSWER, Comparison
-from mcore_rl.rewards.math_forms import Expression, Form, read
+from mcore_rl.rewards.math_forms import Expression, Form, inner, read
 from mcore_rl.rewards.math_statement import stated
 from mcore_rl.rewards.score import RewardRequest, Score
 from mcore_rl.rewards.symbolic_process import ALGEBRA
@@ -95,17 +95,8 @@ def _expressions(form: Form) -> Iterator[Expression]:
     """The expressions in ``form``, at any depth."""
     if isinstance(form, Expression):
         yield form
-    for each in vars(form).values():
-        for part in _flat(each):
-            yield from _expressions(part)
-
-
-def _flat(value: object) -> Iterator[Form]:
-    if isinstance(value, Form):
-        yield value
-    elif isinstance(value, tuple):
-        for each in value:
-            yield from _flat(each)
+    for each in inner(form):
+        yield from _expressions(each)
 
 
 def answer_of(response: str) -> str | None:

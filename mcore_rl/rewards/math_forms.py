@@ -8,6 +8,7 @@ in all their ways of writing: ``1,000``, ``3\frac{1}{2}``, ``1.24 \times 10^{-8}
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
@@ -95,6 +96,20 @@ class Number(Form):
     value: Fraction
     is_decimal: bool = False
     is_percent: bool = False
+
+
+def inner(form: Form) -> Iterator[Form]:
+    """The forms of which ``form`` is made, not those within them."""
+    for value in vars(form).values():
+        yield from _flat(value)
+
+
+def _flat(value: object) -> Iterator[Form]:
+    if isinstance(value, Form):
+        yield value
+    elif isinstance(value, tuple):
+        for each in value:
+            yield from _flat(each)
 
 
 def tight(text: str) -> str:

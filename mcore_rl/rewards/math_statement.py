@@ -7,20 +7,9 @@ an answer as a whole (``The answer is 5 or 6`` is a list, never 5), and one with
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
-from mcore_rl.rewards.math_forms import (
-    Expression,
-    Form,
-    Items,
-    LetterChoice,
-    Matrix,
-    Measure,
-    Named,
-    Rounded,
-    Words,
-    read,
-)
+from mcore_rl.rewards.math_forms import Expression, Form, Relation, Words, inner, read
 from mcore_rl.rewards.symbolic_process import ALGEBRA
 
 TAIL = 2000  # characters of a response in which its answer is looked for
@@ -124,29 +113,16 @@ def _kind(said: str, *, is_formula: bool) -> type[Form] | None:
     form = read(said)
     if isinstance(form, Words) and not is_formula:
         return Words if len(form.said.split()) <= MAX_WORDS and not _REMARK.match(form.said) else None
-    return Form if is_formula or all(ALGEBRA.reads(each) for each in _unread(form)) else None
+    return Form if is_formula or _is_readable(form) else None
 
 
-def _unread(form: Form) -> Iterator[str]:
-    """The LaTeX in ``form`` that only sympy can read."""
+def _is_readable(form: Form) -> bool:
+    """Whether sympy reads all that only sympy can in ``form``; words are none of it, and inequalities were read."""
     match form:
-        case Expression():
-            yield form.latex
+        case Relation():
+            return True
         case Words():
-            yield r"\text{words}"
-        case LetterChoice():
-            yield from () if form.rest is None else _unread(form.rest)
-        case Items():
-            for item in form.items:
-                yield from _unread(item)
-        case Matrix():
-            for row in form.rows:
-                for cell in row:
-                    yield from _unread(cell)
-        case Measure():
-            yield from _unread(form.quantity)
-        case Named():
-            yield from _unread(form.value)
-        case Rounded():
-            yield from _unread(form.exact)
-            yield from _unread(form.decimal)
+            return False
+        case Expression():
+            return ALGEBRA.reads(form.latex)
+    return all(map(_is_readable, inner(form)))

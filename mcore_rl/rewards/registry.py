@@ -16,48 +16,40 @@ from mcore_rl.rewards.xml_reasoning import grade_xml
 
 Grader = Callable[[RewardRequest, RewardConfig], Score]
 
-GRADERS: dict[str, Grader] = {
+NAMES: dict[Grader, tuple[str, ...]] = {
     # word problems with "#### number"
-    "openai/gsm8k": grade_gsm8k,
-    "gsm8k": grade_gsm8k,
-    "products": grade_gsm8k,
-    "squares": grade_gsm8k,
-    "arithmetic": grade_arithmetic,
+    grade_gsm8k: ("openai/gsm8k", "gsm8k", "products", "squares"),
+    grade_arithmetic: ("arithmetic",),
     # mathematics, compared as expressions
-    "lighteval/MATH": grade_math,
-    "DigitalLearningGmbH/MATH-lighteval": grade_math,
-    "HuggingFaceH4/MATH-500": grade_math,
-    "math": grade_math,
-    "math_dapo": grade_math,
-    "math_dapo_reasoning": grade_math,
-    "BytedTsinghua-SIA/DAPO-Math-17k": grade_math,
-    "aime24": grade_math,
-    "aime25": grade_math,
-    "aime2024": grade_math,
-    "aime2025": grade_math,
-    "HuggingFaceH4/aime_2024": grade_math,
-    "Maxwell-Jia/AIME_2024": grade_math,
-    "numina_aops_forum": grade_math,
-    "numina_synthetic_math": grade_math,
-    "numina_amc_aime": grade_math,
-    "numina_synthetic_amc": grade_math,
-    "numina_cn_k12": grade_math,
-    "numina_olympiads": grade_math,
+    grade_math: (
+        "lighteval/MATH",
+        "DigitalLearningGmbH/MATH-lighteval",
+        "HuggingFaceH4/MATH-500",
+        "math",
+        "math_dapo",
+        "math_dapo_reasoning",
+        "BytedTsinghua-SIA/DAPO-Math-17k",
+        "aime24",
+        "aime25",
+        "aime2024",
+        "aime2025",
+        "HuggingFaceH4/aime_2024",
+        "Maxwell-Jia/AIME_2024",
+        "numina_aops_forum",
+        "numina_synthetic_math",
+        "numina_amc_aime",
+        "numina_synthetic_amc",
+        "numina_cn_k12",
+        "numina_olympiads",
+    ),
     # a box behind a thought
-    "hiyouga/geometry3k": grade_geo3k,
+    grade_geo3k: ("hiyouga/geometry3k",),
     # <reasoning> and <answer>
-    "xml": grade_xml,
-    "gsm8k_xml": grade_xml,
-    "arithmetic_xml": grade_xml,
+    grade_xml: ("xml", "gsm8k_xml", "arithmetic_xml"),
     # programs with test cases
-    "code": grade_code,
-    "taco": grade_code,
-    "apps": grade_code,
-    "codecontests": grade_code,
-    "codeforces": grade_code,
-    "mbpp": grade_code,
-    "humaneval": grade_code,
+    grade_code: ("code", "taco", "apps", "codecontests", "codeforces", "mbpp", "humaneval"),
 }
+GRADERS: dict[str, Grader] = {name: grader for grader, names in NAMES.items() for name in names}
 
 
 def grader_of(data_source: str) -> Grader:

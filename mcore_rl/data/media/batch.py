@@ -11,11 +11,10 @@ what follows goes on behind its longer side.  The oracle is ``get_rope_index`` o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from mcore_rl.arrays import Int32Array
 from mcore_rl.data.media.placed import Placed
@@ -42,27 +41,12 @@ def positions_3T(length: int, media: Sequence[Placed]) -> Int32Array:
 TEXT = -1  # of a token that is no picture's
 
 
-@dataclass(frozen=True)
-class BatchPictures:
-    """Fields of a ``TrainBatch`` of the same name."""
-
-    positions_T3: Tensor
-    feature_T: Tensor
-    images_S: tuple[tuple[Picture, ...], ...]
-
-
 def with_pictures(batch: TrainBatch, media_S: Sequence[Sequence[Placed]]) -> TrainBatch:
     """``batch`` with the pictures of its sequences, in order, maybe none of one."""
-    seen = batch_pictures(batch.lengths_S, media_S)
-    return replace(batch, positions_T3=seen.positions_T3, feature_T=seen.feature_T, images_S=seen.images_S)
-
-
-def batch_pictures(lengths_S: Sequence[int], media_S: Sequence[Sequence[Placed]]) -> BatchPictures:
-    """The fields of sequences of ``lengths_S`` tokens.  media_S: the pictures of each, in order, maybe none."""
     positions = []
     features = []
     images = []
-    for length, media in zip(lengths_S, media_S, strict=True):
+    for length, media in zip(batch.lengths_S, media_S, strict=True):
         feature = np.full(length, TEXT, dtype=np.int32)
         number = 0
         for each in media:
@@ -71,7 +55,8 @@ def batch_pictures(lengths_S: Sequence[int], media_S: Sequence[Sequence[Placed]]
         positions.append(np.ascontiguousarray(positions_3T(length, media).T))  # so that parts travel without a copy
         features.append(feature)
         images.append(tuple(_picture(each) for each in media))
-    return BatchPictures(
+    return replace(
+        batch,
         positions_T3=torch.from_numpy(np.concatenate(positions)),
         feature_T=torch.from_numpy(np.concatenate(features)),
         images_S=tuple(images),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from mcore_rl.data.media.batch import batch_pictures
+from mcore_rl.data.media.batch import with_pictures
 from mcore_rl.data.media.placed import Grid, ImageRef, Placed
 from mcore_rl.types import Picture, TrainBatch
 
@@ -14,7 +14,13 @@ A, B = ImageRef("a", "a.png"), ImageRef("b", "b.png")
 def test_features_are_numbered_within_their_sequence() -> None:
     """Sequences of 7 tokens with two pictures of 2 and 1 tokens, of 2 without, and of 3 with one at its end."""
     media = [[Placed(A, 1, Grid(1, 2, 4)), Placed(B, 4, Grid(1, 2, 2))], [], [Placed(A, 1, Grid(1, 2, 4))]]
-    made = batch_pictures((7, 2, 3), media)
+    batch = TrainBatch(
+        lengths_S=(7, 2, 3),
+        tokens_T=torch.zeros(12, dtype=torch.int64),
+        mask_T=torch.zeros(12, dtype=torch.bool),
+    )
+    made = with_pictures(batch, media)
+    assert made.feature_T is not None and made.positions_T3 is not None
     assert made.feature_T.tolist() == [-1, 0, 1, -1, 2, -1, -1, -1, -1, -1, 0, 1]
     assert made.feature_T.dtype == made.positions_T3.dtype == torch.int32
     picture, other = Picture("a", 2, 4, 2), Picture("b", 2, 2, 1)
@@ -24,13 +30,4 @@ def test_features_are_numbered_within_their_sequence() -> None:
     assert made.positions_T3[:, 0].tolist() == [0, 1, 1, 3, 4, 5, 6, 0, 1, 0, 1, 1]
     assert height == [0, 1, 1, 3, 4, 5, 6, 0, 1, 0, 1, 1]
     assert width == [0, 1, 2, 3, 4, 5, 6, 0, 1, 0, 1, 2]
-    mask_T = torch.zeros(12, dtype=torch.bool)
-    batch = TrainBatch(
-        lengths_S=(7, 2, 3),
-        tokens_T=torch.zeros(12, dtype=torch.int64),
-        mask_T=mask_T,
-        positions_T3=made.positions_T3,
-        feature_T=made.feature_T,
-        images_S=made.images_S,
-    )
-    assert batch.patches_S == [12, 0, 8]
+    assert made.patches_S == [12, 0, 8]
