@@ -75,7 +75,8 @@ class Watched(asyncio.Protocol):
     """Tells ``connections`` of one connection, which ``served``, the server's protocol, serves."""
 
     def __init__(self, connections: Connections, served: Any) -> None:
-        self._connections, self._served = connections, served
+        self._connections = connections
+        self._served = served
         self._transport: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:

@@ -60,7 +60,8 @@ class ModelTurn:
     @property
     def line(self) -> list[ModelTurn]:
         """The turns that lead to it, and itself."""
-        turns, turn = list[ModelTurn](), self
+        turns = list[ModelTurn]()
+        turn = self
         while True:
             turns.append(turn)
             if turn.parent is None:
@@ -113,8 +114,13 @@ class Conversations:
         self, parts: SessionParts, source: SampleSource, row: PromptRow, prompt_id: str, group: int, index: int,
         sampling: Sampling, max_prompt_tokens: int,
     ) -> None:  # fmt: skip
-        self._parts, self._source, self.sampling = parts, source, sampling
-        self.row, self.prompt_id, self._group, self.index = row, prompt_id, group, index
+        self._parts = parts
+        self._source = source
+        self.sampling = sampling
+        self.row = row
+        self.prompt_id = prompt_id
+        self._group = group
+        self.index = index
         self._max_prompt_tokens = max_prompt_tokens
         self._after: dict[bytes, ModelTurn] = {}  # by the digest of what was said, the turn with which it ends
         self._prompts: dict[bytes, tuple[Segment, str]] = {}  # by the digest, conversations without a drawn turn
@@ -240,7 +246,8 @@ class Conversations:
         """trained: the turns that another episode trains, and the prompts that one has; those of ``line`` are added."""
         lost = end is FinishReason.abort
         if not line:
-            segments, row = [_prompt(self.row.tokens)], self.row
+            segments = [_prompt(self.row.tokens)]
+            row = self.row
         else:
             segments = [line[0].prompt]
             row = replace(self.row, tokens=tuple(segments[0].tokens.tolist()), messages=[*map(dict, line[0].messages)])

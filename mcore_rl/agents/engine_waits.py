@@ -36,7 +36,8 @@ class EngineWaits:
     def take(self) -> float:
         """Seconds since the last call in which nothing was drawn and an episode waited."""
         self._change()
-        seconds, self._seconds = self._seconds, 0.0
+        seconds = self._seconds
+        self._seconds = 0.0
         return seconds
 
     def _change(self, drawing: int = 0, waiting: int = 0) -> None:

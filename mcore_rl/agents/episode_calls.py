@@ -31,12 +31,17 @@ class EpisodeCalls:
     """
 
     def __init__(self, tools: ToolSet, config: AgentConfig, name: str, kwargs: Mapping[str, Any]) -> None:
-        self._tools, self._config, self._name, self._kwargs = tools, config, name, kwargs
+        self._tools = tools
+        self._config = config
+        self._name = name
+        self._kwargs = kwargs
         self._begun = dict[str, None]()  # tools whose create was called, by name: it may have failed half-way
         self._created: list[str] = []
         self._creating = defaultdict[str, asyncio.Lock](asyncio.Lock)
         self._room = asyncio.Semaphore(config.max_parallel_calls)
-        self._num_running, self._running_since, self._seconds_before = 0, 0.0, 0.0
+        self._num_running = 0
+        self._running_since = 0.0
+        self._seconds_before = 0.0
         self.num_calls = self.num_failed = 0
 
     @property
@@ -133,7 +138,8 @@ class EpisodeCalls:
 
     def _limit_s(self, name: str) -> float:
         """The limit of a call that begins now: what the episode has left, or less if the tool does not limit itself."""
-        tool, left_s = self._tools.tools[name], max(0.0, self._config.max_tool_s - self.seconds)
+        tool = self._tools.tools[name]
+        left_s = max(0.0, self._config.max_tool_s - self.seconds)
         limits_itself = isinstance(tool, EpisodeTool) and tool.limits_itself
         return left_s if limits_itself else min(self._config.tool_timeout_s, left_s)
 

@@ -40,7 +40,8 @@ class FunctionTool(EpisodeTool):
 
     def __init__(self, source: str, schema: dict[str, Any], processes: FunctionProcesses) -> None:
         super().__init__({}, ToolSchema(schema))
-        self._source, self._processes = source, processes
+        self._source = source
+        self._processes = processes
 
     def place(self, instance_id: str) -> AbstractAsyncContextManager[Any]:
         """See ``EpisodeTool.place``."""
@@ -58,7 +59,8 @@ class FunctionProcesses:
     """
 
     def __init__(self, count: int, timeout_s: float) -> None:
-        self.room, self._timeout_s = asyncio.Semaphore(count), timeout_s
+        self.room = asyncio.Semaphore(count)
+        self._timeout_s = timeout_s
         self._idle: list[_FunctionProcess] = []
         self._all: set[_FunctionProcess] = set()
 

@@ -74,7 +74,10 @@ class Gateway:
     """
 
     def __init__(self, host: str, port: int, parts: SessionParts, read_calls: ReadCallsOf) -> None:
-        self._host, self._port, self._parts, self._read_calls = host, port, parts, read_calls
+        self._host = host
+        self._port = port
+        self._parts = parts
+        self._read_calls = read_calls
         self._open: dict[str, Access] = {}  # by the public half of the key
         self._told = set[str | type[Exception]]()  # settings without effect, and kinds of our failures
         self.connections = Connections()
@@ -152,7 +155,8 @@ class Gateway:
         """``handle`` for whoever has a secret, as a part of its run's work."""
 
         async def handled(request: web.Request) -> web.StreamResponse:
-            access, task = self._access(request), asyncio.current_task()
+            access = self._access(request)
+            task = asyncio.current_task()
             assert task is not None
             access.work.add(task)
             try:

@@ -24,7 +24,8 @@ class GymEnvironment(EpisodeInteraction):
 
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__(config)
-        self._make, self._kwargs = _maker(str(config.get("env") or "")), dict(config.get("kwargs") or {})
+        self._make = _maker(str(config.get("env") or ""))
+        self._kwargs = dict(config.get("kwargs") or {})
         self._environments: dict[str, Any] = {}
         self._earned: dict[str, float] = {}
 
@@ -41,7 +42,8 @@ class GymEnvironment(EpisodeInteraction):
         seed, options: of ``reset``.  observation: that it must give, if the row says so; ValueError: it gives another.
         """
         environment = await asyncio.to_thread(self._make, **self._kwargs)
-        self._environments[instance_id], self._earned[instance_id] = environment, 0.0
+        self._environments[instance_id] = environment
+        self._earned[instance_id] = 0.0
         first, _ = await asyncio.to_thread(environment.reset, seed=seed, options=options)
         if observation is not None and first != observation:
             await self.finalize_interaction(instance_id)

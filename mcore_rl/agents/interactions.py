@@ -113,7 +113,10 @@ class EpisodeAnswers:
     """One interaction's part of one episode.  limit_s: of one answer."""
 
     def __init__(self, interaction: Any, name: str, kwargs: dict[str, Any], limit_s: float) -> None:
-        self._interaction, self._name, self._kwargs, self._limit_s = interaction, name, kwargs, limit_s
+        self._interaction = interaction
+        self._name = name
+        self._kwargs = kwargs
+        self._limit_s = limit_s
         self._started = False
 
     async def answer(self, messages: Sequence[dict[str, Any]]) -> tuple[bool, str, float | None]:

@@ -109,7 +109,8 @@ def react_call(text: str, tools: ToolSet) -> ToolCall | None:
     action = _ACTION.match(text, begin) if begin >= 0 else None
     if action is None:
         return None
-    name, given = action["name"].strip(" \t"), action["input"].strip()
+    name = action["name"].strip(" \t")
+    given = action["input"].strip()
     try:
         arguments: Any = read_json(given)
     except ValueError:

@@ -62,7 +62,8 @@ def main(descriptor: int) -> None:
 async def _serve(connection: socket.socket) -> None:
     reader, writer = await asyncio.open_connection(sock=connection, limit=LINE)
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, asyncio.current_task().cancel)  # type: ignore[union-attr]
-    given, tail = json.loads(await reader.readline())["server"], Tail()
+    given = json.loads(await reader.readline())["server"]
+    tail = Tail()
 
     def say(answer: dict[str, Any]) -> None:
         writer.write(json.dumps(answer).encode() + b"\n")
@@ -106,7 +107,8 @@ def _client(given: dict[str, Any], errors: TextIO, stack: AsyncExitStack) -> Abs
 
 async def _tools(client: Any) -> list[dict[str, Any]]:
     """The schemas of all tools, in OpenAI's form."""
-    schemas, cursor = list[dict[str, Any]](), None
+    schemas = list[dict[str, Any]]()
+    cursor = None
     while True:
         page = await client.list_tools(cursor=cursor)
         for tool in page.tools:

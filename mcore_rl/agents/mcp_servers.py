@@ -52,7 +52,8 @@ class McpTool(EpisodeTool):
 
     def __init__(self, server: McpServer, schema: dict[str, Any], limit_s: float) -> None:
         super().__init__({}, ToolSchema(schema))
-        self._server, self._limit_s = server, limit_s
+        self._server = server
+        self._limit_s = limit_s
 
     async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> ToolResult:
         """See ``EpisodeTool.execute``."""
@@ -63,14 +64,16 @@ class McpServer:
     """One server.  given: its fields of the file.  Started by ``tools``, and again by a call when it is gone."""
 
     def __init__(self, name: str, given: Mapping[str, Any]) -> None:
-        self.name, self._given = name, dict(given)
+        self.name = name
+        self._given = dict(given)
         self._process: GuardedProgram | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._reading: asyncio.Task[None] | None = None
         self._numbers = itertools.count()
         self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._opening = asyncio.Lock()
-        self._failed_at, self._failure = 0.0, ""
+        self._failed_at = 0.0
+        self._failure = ""
 
     def tools(self) -> list[dict[str, Any]]:
         """Starts the server; the schemas of its tools.  GoneError: it cannot be started."""
@@ -113,7 +116,8 @@ class McpServer:
                 try:
                     await asyncio.to_thread(self.tools)
                 except GoneError as error:
-                    self._failed_at, self._failure = time.monotonic(), str(error)
+                    self._failed_at = time.monotonic()
+                    self._failure = str(error)
                     raise
                 self._failure = ""
             if self._writer is None:
@@ -123,7 +127,8 @@ class McpServer:
 
     async def _ask(self, request: dict[str, Any], limit_s: float) -> dict[str, Any]:
         """The answer to ``request``.  GoneError; TimeoutError: it took longer than ``limit_s``."""
-        number, writer = next(self._numbers), self._writer
+        number = next(self._numbers)
+        writer = self._writer
         if writer is None:
             raise GoneError("was ended")
         answer: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
@@ -170,9 +175,12 @@ class McpServer:
         self._end(problem)
 
     def _end(self, problem: str) -> None:
-        process, self._process = self._process, None
-        writer, self._writer = self._writer, None
-        reading, self._reading = self._reading, None
+        process = self._process
+        self._process = None
+        writer = self._writer
+        self._writer = None
+        reading = self._reading
+        self._reading = None
         for waits in self._waiting.values():
             if not waits.done() and not waits.get_loop().is_closed():
                 waits.set_exception(GoneError(problem))
@@ -197,7 +205,8 @@ def mcp_tools(path: str | None, servers: list[McpServer], limit_s: float) -> Ite
     if importlib.util.find_spec("mcp") is None:
         remedy = pip_line("mcp")
         raise ConfigError([Violation(KEY, path, "the package mcp is not installed", remedy)])
-    violations, made = list[Violation](), list[tuple[str, str, Any]]()
+    violations = list[Violation]()
+    made = list[tuple[str, str, Any]]()
     for name, fields in given.items():
         try:
             server = McpServer(name, _resolved(name, fields))

@@ -50,7 +50,9 @@ class AnswerWriter:
     """Writes the answers to one request.  context: what they were drawn after.  number: of the request."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, asked: AskedSampling, context: Context, number: str) -> None:
-        self._tokenizer, self._asked, self._context = tokenizer, asked, context
+        self._tokenizer = tokenizer
+        self._asked = asked
+        self._context = context
         self._head = {"id": number, "created": int(time.time()), "model": MODEL}
 
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
@@ -109,7 +111,8 @@ class AnswerWriter:
         return {"content": entries, "refusal": None}
 
     def _usage(self, answers: Sequence[Answer]) -> dict[str, Any]:
-        prompt, drawn = len(self._context.tokens), sum(len(each.turn.segment.tokens) for each in answers)
+        prompt = len(self._context.tokens)
+        drawn = sum(len(each.turn.segment.tokens) for each in answers)
         cached = max(each.turn.cached_tokens for each in answers)
         return {
             "prompt_tokens": prompt,

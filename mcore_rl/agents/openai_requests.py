@@ -52,7 +52,9 @@ class ApiError(Exception):
 
     def __init__(self, status: int, message: str, *, code: str = "invalid_request", param: str | None = None) -> None:
         super().__init__(message)
-        self.status, self.code, self.param = status, code, param
+        self.status = status
+        self.code = code
+        self.param = param
 
     @property
     def body(self) -> dict[str, Any]:
@@ -103,7 +105,8 @@ def chat_request(body: Mapping[str, Any], sampling: Sampling) -> ChatRequest:
     for number, tool in enumerate(tools):
         if _function(tool) is None:
             raise ApiError(400, f"tools[{number}] is no function with a name", param=f"tools[{number}]")
-    more, choice = [], body.get("tool_choice")
+    more = []
+    choice = body.get("tool_choice")
     if choice not in (None, "none", "auto"):
         more.append(f"tool_choice={_shown(choice)}")
     form = body.get("response_format")

@@ -60,7 +60,8 @@ class Programs:
     """Runs the programs of one run, ``config.max_parallel`` at a time."""
 
     def __init__(self, config: ProgramConfig, gateway: Callable[[], Gateway]) -> None:
-        self._config, self._make_gateway = config, gateway
+        self._config = config
+        self._make_gateway = gateway
         self._room = asyncio.Semaphore(config.max_parallel)
         self._gateway: Gateway | None = None
         self._told = set[str]()
@@ -75,7 +76,8 @@ class Programs:
             if self._gateway is None:
                 self._gateway = self._make_gateway()
             url = await self._gateway.start()
-            conversations, takes = begin(), self._config.reward is not ProgramReward.grader
+            conversations = begin()
+            takes = self._config.reward is not ProgramReward.grader
             async with self._gateway.opened(conversations, takes_reward=takes) as access:
                 ended = await self._limited(self._ended(conversations.row, access, url), conversations)
             if conversations.failure.done():
@@ -105,27 +107,38 @@ class Programs:
             await asyncio.gather(task, return_exceptions=True)
 
     def _episodes(self, conversations: Conversations, access: Access, ended: ProgramEnd | None) -> list[Episode]:
-        limit, problem = conversations.limit, ""
-        reason, end = ANSWERED, FinishReason.stop
+        limit = conversations.limit
+        problem = ""
+        reason = ANSWERED
+        end = FinishReason.stop
         if limit == ABORTED:
-            reason, end = ABORTED, FinishReason.abort
+            reason = ABORTED
+            end = FinishReason.abort
         elif conversations.problem:
-            reason, end, problem = PROGRAM_FAILED, FinishReason.abort, conversations.problem
+            reason = PROGRAM_FAILED
+            end = FinishReason.abort
+            problem = conversations.problem
         elif ended is None:
-            reason, end = PROGRAM_TIMEOUT, FinishReason.length
+            reason = PROGRAM_TIMEOUT
+            end = FinishReason.length
             problem = f"it ran longer than {self._config.timeout_s:g} s (rollout.agent.program.timeout_s)"
         elif ended.problem and limit:
-            reason, end = limit, FinishReason.length
+            reason = limit
+            end = FinishReason.length
         elif ended.problem:
-            reason, end, problem = PROGRAM_FAILED, FinishReason.abort, ended.problem
+            reason = PROGRAM_FAILED
+            end = FinishReason.abort
+            problem = ended.problem
         if not conversations.turns and end is not FinishReason.abort:
-            reason, end = PROGRAM_NO_TURNS, FinishReason.abort
+            reason = PROGRAM_NO_TURNS
+            end = FinishReason.abort
             problem = problem or "it ended without a turn of the model. Use OPENAI_BASE_URL and OPENAI_API_KEY"
         score = None
         if self._config.reward is not ProgramReward.grader and end is not FinishReason.abort:
             reward = access.reward if access.reward is not None else reward_in(None if ended is None else ended.result)
             if reward is None and end is FinishReason.stop:
-                reason, end = PROGRAM_NO_REWARD, FinishReason.abort
+                reason = PROGRAM_NO_REWARD
+                end = FinishReason.abort
                 problem = "it ended without a reward. Print {reward: 0.5} last, or POST it to /v1/episode/reward"
             score = Score(reward or 0.0, parts={"program": reward or 0.0})
         if problem:
@@ -148,7 +161,8 @@ class Programs:
         import aiohttp
 
         body = json.dumps({"row": json.loads(told), "base_url": url, "api_key": access.key})
-        headers, limit = {"Content-Type": "application/json"}, aiohttp.ClientTimeout(total=SERVICE_S)
+        headers = {"Content-Type": "application/json"}
+        limit = aiohttp.ClientTimeout(total=SERVICE_S)
         try:
             async with (
                 aiohttp.ClientSession(timeout=limit) as session,

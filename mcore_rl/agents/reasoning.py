@@ -36,10 +36,13 @@ class Reasoning:
         after: the end of what it was drawn after.  DeepSeek's template opens a thought behind a question, and none
         behind results of tools.
         """
-        inside, answer, rest = self.opened, "", raw
+        inside = self.opened
+        answer = ""
+        rest = raw
         if after:
             inside = after.rstrip().endswith(self.begin)
-        first_end, first_begin = raw.find(self.end), raw.find(self.begin)
+        first_end = raw.find(self.end)
+        first_begin = raw.find(self.begin)
         if first_end >= 0 and not 0 <= first_begin < first_end:
             inside = True
         if first_begin >= 0 and not raw[:first_begin].strip():

@@ -28,7 +28,8 @@ ChatMessage = Mapping[str, Any]
 TITLE = "chat template"
 ASKED, ANSWERED, REASONED = "mcorerlasked", "mcorerlanswered", "mcorerlreasoned"  # plain words that no template changes
 WORD = "mcorerl"  # in all of these
-TOOL, USER = "tool", "user"
+TOOL = "tool"
+USER = "user"
 MAX_FRAMES = 1024  # by roles, names and ids of calls, which programs choose
 
 
@@ -70,7 +71,9 @@ class TurnRenderer:
         tools: Sequence[dict[str, Any]] = (),
     ) -> None:
         self.encoder = TextEncoder(tokenizer)
-        self._tokenizer, self._kwargs, self._tools = tokenizer, dict(kwargs or {}), list(tools)
+        self._tokenizer = tokenizer
+        self._kwargs = dict(kwargs or {})
+        self._tools = list(tools)
         self._frames: dict[str, TurnFrame] = {}
         self._tool_role: str | None = None
 
@@ -193,7 +196,8 @@ class TurnRenderer:
         of_tool = {"name": TOOL}
         asked = [{"role": role, "content": slot(n)} | (of_tool if role == TOOL else {}) for n, role in enumerate(roles)]
         messages = self._slots(self._merged(asked))
-        frame, problems = self._frame(messages), []
+        frame = self._frame(messages)
+        problems = []
         whole = self._render([*self._stub(frame.calls), *messages], open_turn=True)
         tokenizer: Any = self._tokenizer
         expected = tokenizer(whole, add_special_tokens=False)["input_ids"]
@@ -214,7 +218,8 @@ class TurnRenderer:
 
     def _frame(self, messages: Sequence[ChatMessage], called: Mapping[str, str] | None = None) -> TurnFrame:
         """The frame of ``messages``: of their roles, names and ids.  DataError: the template cannot write them."""
-        slots, calls = self._slots(messages), self._calls(messages, called or {})
+        slots = self._slots(messages)
+        calls = self._calls(messages, called or {})
         key = repr((slots, calls))
         if key not in self._frames:
             frame = self._read_frame(slots, calls)

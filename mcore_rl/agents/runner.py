@@ -70,7 +70,8 @@ class AgentRunner:
         template_kwargs: Mapping[str, Any] | None = None,
         max_prompt_tokens: int = 2**31 - 1,
     ) -> None:
-        self._config, self._max_prompt_tokens = config, max_prompt_tokens
+        self._config = config
+        self._max_prompt_tokens = max_prompt_tokens
         self._processes = FunctionProcesses(FUNCTION_PROCESSES, config.tool_timeout_s)
         self.loops = BUILT_IN_LOOPS | {name: _own_loop(name, str(place)) for name, place in config.loops.items()}
         if config.default_agent_loop not in self.loops:
@@ -87,7 +88,8 @@ class AgentRunner:
             self.close()
             raise
         self.schemas = self._tools.schemas
-        self._tokenizer, self._template_kwargs = tokenizer, template_kwargs
+        self._tokenizer = tokenizer
+        self._template_kwargs = template_kwargs
         self.waits = EngineWaits()
         self._warned = set[str]()  # kinds of failures
 
@@ -167,7 +169,8 @@ class AgentRunner:
 
     def problem_of(self, record: Mapping[str, Any]) -> str:
         """What keeps a row of a file from being run as it asks, with the remedy; "" if nothing does."""
-        name, inner = self.loop_of(record), record.get("extra_info") or {}
+        name = self.loop_of(record)
+        inner = record.get("extra_info") or {}
         if name not in self.loops:
             return f"agent_name {name}: {self._no_loop(name)}"
         given = {key: record.get(key) or inner.get(key) or {} for key in ("tools_kwargs", "interaction_kwargs")}
@@ -259,7 +262,8 @@ class AgentRunner:
             return (await self.conversations(source, row, prompt_id, group, index, sampling))[0]
         session = Session(self._parts, source, row, prompt_id, group, index, sampling)
         name = self.loop_of_row(row)
-        run, kwargs = self.loops[name].run, interaction_kwargs(row)
+        run = self.loops[name].run
+        kwargs = interaction_kwargs(row)
         answers = None
         if isinstance(self.loops[name], ToolAgent) and kwargs:
             interaction = self.interactions[kwargs["name"]]

@@ -43,7 +43,8 @@ class _Check:
     """One check, and what it may still cost."""
 
     def __init__(self) -> None:
-        self._steps, self._seconds = MAX_STEPS, MATCH_S
+        self._steps = MAX_STEPS
+        self._seconds = MATCH_S
         self._texts_of: dict[int, set[str]] = {}  # by the id of a list of values
 
     @property
@@ -101,7 +102,8 @@ class _Check:
     def _additional_properties(self, validator: Any, inner: Any, instance: Any, schema: Any) -> Any:
         if not validator.is_type(instance, "object"):
             return None
-        named, patterns = schema.get("properties", {}), schema.get("patternProperties", {})
+        named = schema.get("properties", {})
+        patterns = schema.get("patternProperties", {})
         others = {
             name: value
             for name, value in instance.items()

@@ -29,11 +29,19 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 # Why episodes end.  A loop of one's own may name others.
-ANSWERED, INTERACTION, INTERACTION_FAILED, ABORTED = "answered", "interaction", "interaction_failed", "aborted"
-TURNS, TURN_TOKENS, RESPONSE_TOKENS = "max_turns", "max_turn_tokens", "max_response_length"
-CALLS, TOOL_TIME = "max_calls_per_turn", "max_tool_s"
-PROGRAM_FAILED, PROGRAM_TIMEOUT = "program_failed", "program_timeout"
-PROGRAM_NO_TURNS, PROGRAM_NO_REWARD = "program_no_turns", "program_no_reward"
+ANSWERED = "answered"
+INTERACTION = "interaction"
+INTERACTION_FAILED = "interaction_failed"
+ABORTED = "aborted"
+TURNS = "max_turns"
+TURN_TOKENS = "max_turn_tokens"
+RESPONSE_TOKENS = "max_response_length"
+CALLS = "max_calls_per_turn"
+TOOL_TIME = "max_tool_s"
+PROGRAM_FAILED = "program_failed"
+PROGRAM_TIMEOUT = "program_timeout"
+PROGRAM_NO_TURNS = "program_no_turns"
+PROGRAM_NO_REWARD = "program_no_reward"
 END_REASONS = (
     *(ANSWERED, INTERACTION, TURNS, TURN_TOKENS, RESPONSE_TOKENS),
     *(CALLS, TOOL_TIME, INTERACTION_FAILED, ABORTED),
@@ -48,7 +56,8 @@ class EpisodeOverError(Exception):
 
     def __init__(self, reason: str, end: FinishReason = FinishReason.length) -> None:
         super().__init__(reason)
-        self.reason, self.end = reason, end
+        self.reason = reason
+        self.end = end
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,8 +103,13 @@ class Session:
         self, parts: SessionParts, source: SampleSource, row: PromptRow, prompt_id: str, group: int, index: int,
         sampling: Sampling,
     ) -> None:  # fmt: skip
-        self._parts, self._source, self._sampling = parts, source, sampling
-        self.row, self.prompt_id, self.group, self.index = row, prompt_id, group, index
+        self._parts = parts
+        self._source = source
+        self._sampling = sampling
+        self.row = row
+        self.prompt_id = prompt_id
+        self.group = group
+        self.index = index
         self.tool_calls = EpisodeCalls(parts.tools, parts.config, f"{prompt_id}#{index}", tools_kwargs(row))
         self._segments = [prompt_segment(row)]
         self._tokens = list(row.tokens)
@@ -219,7 +233,8 @@ class Session:
 
     def episode(self, reason: str = ANSWERED, end: FinishReason = FinishReason.stop) -> Episode:
         """The episode as it is.  reason: why it ended.  end: what that means for training; ``abort``: it has none."""
-        calls, segments = self.tool_calls, tuple(self._segments)
+        calls = self.tool_calls
+        segments = tuple(self._segments)
         if end is FinishReason.abort:
             segments = tuple(replace(each, trained=False, reward=None) for each in segments)
         return Episode(
@@ -280,7 +295,8 @@ def read_turn(
     """
     tokens: list[int] = sample.tokens.tolist()
     stop = sample.stop if isinstance(sample.stop, str) else None
-    renderer, last = parts.renderer, tokens[-1]
+    renderer = parts.renderer
+    last = tokens[-1]
     ended = stop is None and sample.finish is FinishReason.stop and last in renderer.encoder.control_ids
     if last in sampling.stop_token_ids:  # as </tool_call>: the run's choice, not the end of a turn
         ended = ended and last in renderer.ending_ids

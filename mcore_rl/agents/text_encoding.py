@@ -63,7 +63,8 @@ class TextEncoder:
         after: the control token that stands before them; None: there is none, or it is no control token.
         """
         text = encodable("".join(part for part, _ in runs))
-        ids, start = list[int](), 0
+        ids = list[int]()
+        start = 0
         strips = after in self._strips_after
         for begin, end in [*self._template_tokens(runs), (len(text), len(text))]:
             piece = text[start:begin].lstrip() if strips else text[start:begin]
@@ -103,7 +104,8 @@ class TextEncoder:
 
     def _template_tokens(self, runs: Sequence[TextRun]) -> list[tuple[int, int]]:
         """(begin, end) of each control token that the template wrote."""
-        places, start = list[tuple[int, int]](), 0
+        places = list[tuple[int, int]]()
+        start = 0
         for text, by_template in runs:
             if by_template:
                 places += [(start + each.start(), start + each.end()) for each in self.control(text)]

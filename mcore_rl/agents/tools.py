@@ -72,7 +72,8 @@ class EpisodeTool:
     replayable = True
 
     def __init__(self, config: dict[str, Any], tool_schema: ToolSchema) -> None:
-        self.config, self.tool_schema = config, tool_schema
+        self.config = config
+        self.tool_schema = tool_schema
         self.name = str(tool_schema["function"]["name"])
 
     async def create(self, instance_id: str, **kwargs: Any) -> Any:

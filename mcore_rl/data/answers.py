@@ -39,7 +39,8 @@ class OwnAnswers:
 
         prompt: the tokens of the row's prompt, whole.
         """
-        answer, messages = field_value(record, self.key), clean_messages(record[self.prompt_key])
+        answer = field_value(record, self.key)
+        messages = clean_messages(record[self.prompt_key])
         if not answer:
             return f"{self.key} is null or empty. Write the answer, or leave the row out"
         assert not isinstance(messages, str), "the row has a prompt"

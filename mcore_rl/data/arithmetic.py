@@ -119,7 +119,8 @@ def split_of(question: str) -> Split:
 
 
 def _draw(level: Level, rng: random.Random) -> Problem:
-    name, thing = _choose(rng, NAMES), _choose(rng, THINGS)
+    name = _choose(rng, NAMES)
+    thing = _choose(rng, THINGS)
     lines = []
     if level.packs:
         packs, each = (_between(rng, SMALLEST, level.largest_pack) for _ in range(2))

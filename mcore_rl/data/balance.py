@@ -90,8 +90,10 @@ def _swapped(cost: Float64Array, members: Int64Array) -> Int64Array:
         if loads.max() <= limit:
             break
         descending = np.argsort(-loads, kind="stable")
-        heavy, light = descending[: num_ranks // 2], descending[::-1][: num_ranks // 2]
-        from_heavy, from_light = members[np.ix_(heavy, columns)], members[np.ix_(light, columns)]
+        heavy = descending[: num_ranks // 2]
+        light = descending[::-1][: num_ranks // 2]
+        from_heavy = members[np.ix_(heavy, columns)]
+        from_light = members[np.ix_(light, columns)]
         gap = loads[heavy] - loads[light]
         moved = with_nothing[from_heavy][:, :, None] - with_nothing[from_light][:, None, :]
         left = np.abs(gap[:, None, None] - 2 * moved)

@@ -65,15 +65,20 @@ class Borders:
 
         What stands between the two is encoded by itself.  Without such tokens: begin and end of all.
         """
-        begin, start, end, stop = 0, 0, len(tokens), length
+        begin = 0
+        start = 0
+        end = len(tokens)
+        stop = length
         for index, token in enumerate(tokens):
             if token not in self.added:
                 continue
             left = offsets[index][0]
             if left < border:
-                begin, start = index, left
+                begin = index
+                start = left
             else:
-                end, stop = index, left
+                end = index
+                stop = left
                 break
         return begin, start, end, stop
 

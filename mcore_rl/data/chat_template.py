@@ -141,7 +141,8 @@ def _writes(template: str, content: Mapping[str, Any], texts: bool) -> bool:
     except Exception:  # noqa: BLE001 - a template is a program of the user's and may raise anything
         return False
     text = str(written[0][0])
-    as_python, in_quotes = f"'{KEY}'" in text, f'\\"{KEY}\\"' in text
+    as_python = f"'{KEY}'" in text
+    in_quotes = f'\\"{KEY}\\"' in text
     return KEY in text and VALUE in text and not as_python and not in_quotes
 
 

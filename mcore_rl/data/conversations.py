@@ -263,7 +263,8 @@ def _messages(record: dict[str, Any] | None, config: SftDataConfig) -> list[dict
             said = "has no message of the assistant. Write one, or leave the row out"
             raise ValueError(f"{config.messages_key} {said}")
         return messages
-    prompt, response = field_value(record, config.prompt_key), field_value(record, config.response_key)
+    prompt = field_value(record, config.prompt_key)
+    response = field_value(record, config.response_key)
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) and prompt else clean_messages(prompt)
     if isinstance(messages, str):
         raise ValueError(f"{config.prompt_key} {messages}. Write {MESSAGES} or a text, or leave the row out")

@@ -134,7 +134,8 @@ class Dataset:
 
 def gsm8k(fields: Mapping[str, Any]) -> Solved:
     """Cobbe et al., arXiv:2110.14168: question, and an answer that ends in ``#### number``."""
-    question, answer = _text(fields, "question"), _text(fields, "answer")
+    question = _text(fields, "question")
+    answer = _text(fields, "answer")
     _, mark, number = answer.rpartition("####")
     if not mark or not number.strip():
         raise ValueError(f"answer has no number after ####. {AS_PUBLISHED}")
@@ -178,7 +179,8 @@ def dapo_interpreter(fields: Mapping[str, Any]) -> Solved:
 
 def math(fields: Mapping[str, Any]) -> Solved:
     """Hendrycks et al., arXiv:2103.03874: problem, and a solution with the answer in its last ``\\boxed``."""
-    problem, solution = _text(fields, "problem"), _text(fields, "solution")
+    problem = _text(fields, "problem")
+    solution = _text(fields, "solution")
     answer = last_boxed(solution)
     if not answer:
         raise ValueError(f"solution has no answer in \\boxed{{}}. {AS_PUBLISHED}")
@@ -189,7 +191,8 @@ def dapo(fields: Mapping[str, Any]) -> Solved:
     """Yu et al., arXiv:2503.14476: rows in our schema, or a problem and an answer under their usual names."""
     named = {name.lower(): value for name, value in fields.items()}
     if isinstance(named.get("prompt"), list) and named["prompt"]:
-        prompt, truth = named["prompt"][-1].get("content"), (named.get("reward_model") or {}).get("ground_truth")
+        prompt = named["prompt"][-1].get("content")
+        truth = (named.get("reward_model") or {}).get("ground_truth")
         if not prompt or truth in (None, ""):
             raise ValueError(f"prompt or reward_model.ground_truth is empty. {AS_PUBLISHED}")
         before, after = DAPO_PROMPT.split("{problem}")
@@ -221,13 +224,15 @@ def eurus2(fields: Mapping[str, Any]) -> Solved:
         raise ValueError(f"reward_model.ground_truth is no text. {AS_PUBLISHED}")
     if ability == "code":
         _check_cases(truth)
-    system, question = said[0][1] if len(said) == 2 else "", said[-1][1]
+    system = said[0][1] if len(said) == 2 else ""
+    question = said[-1][1]
     return Solved(question, question, truth, None, system=system, data_source=source, ability=ability)
 
 
 def geo3k(fields: Mapping[str, Any]) -> Solved:
     """Lu et al., arXiv:2105.04165, as LLaMA-Factory's and verl's examples have it: problem, answer, images."""
-    problem, answer = _text(fields, "problem"), _text(fields, "answer")
+    problem = _text(fields, "problem")
+    answer = _text(fields, "answer")
     images = values_of(fields.get("images"))
     for place, image in enumerate(images):
         content = image.get("bytes") if isinstance(image, Mapping) else None
@@ -345,7 +350,8 @@ def last_boxed(text: str) -> str | None:
     rest = text[start:].removeprefix("\\boxed").removeprefix("\\fbox")
     if not rest.lstrip().startswith("{"):
         return rest.split("$")[0].strip() or None  # \boxed 5, without braces
-    depth, opening = 0, rest.index("{")
+    depth = 0
+    opening = rest.index("{")
     for place in range(opening, len(rest)):
         depth += {"{": 1, "}": -1}.get(rest[place], 0)
         if depth == 0:

@@ -40,7 +40,9 @@ def rows_file(rows: Iterable[Any], folder: Path, *, argument: str, split: str, p
     if isinstance(rows, Mapping):
         remedy = f"Give one of them: {argument}=splits[{next(iter(rows), 'train')!r}]"
         raise _refused(argument, ", ".join(map(str, rows)), "are splits, and no rows", remedy)
-    lines, texts, number = list[str](), True, -1
+    lines = list[str]()
+    texts = True
+    number = -1
     for number, row in enumerate(rows):
         where = f"row {number}"
         if not isinstance(row, Mapping):

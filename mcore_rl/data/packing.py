@@ -55,7 +55,8 @@ def pack(costs: Sequence[int], budget: int) -> list[list[int]]:
     for index in _longest_first(costs, range(len(costs))):
         tightest = bisect_left(rooms, (costs[index], 0))
         if tightest == len(rooms):
-            left, place = budget, len(microbatches)
+            left = budget
+            place = len(microbatches)
             microbatches.append([])
         else:
             left, place = rooms.pop(tightest)
@@ -82,12 +83,14 @@ def pack_into(costs: Sequence[int], num_microbatches: int, budget: int) -> list[
 
     best = pack(costs, budget)
     assert len(best) <= num_microbatches, f"{num_microbatches} microbatches of {budget} tokens hold too little"
-    too_small, enough = max(-(-sum(costs) // num_microbatches), max(costs)) - 1, budget
+    too_small = max(-(-sum(costs) // num_microbatches), max(costs)) - 1
+    enough = budget
     while enough - too_small > 1:
         bound = (too_small + enough) // 2
         candidate = pack(costs, bound)
         if len(candidate) <= num_microbatches:
-            best, enough = candidate, bound
+            best = candidate
+            enough = bound
         else:
             too_small = bound
     return _in_order(_split_heaviest(costs, best, num_microbatches))

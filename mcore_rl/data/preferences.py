@@ -106,8 +106,11 @@ class PreferenceSet:
         reading.tokens.close()
         reading.mask.close()
         reading.first.append(len(reading.tokens))
-        self.title, self._reading, self._config = title, reading, config
-        self.num_truncated, self.num_left_out = len(reading.too_long), len(reading.untrained)
+        self.title = title
+        self._reading = reading
+        self._config = config
+        self.num_truncated = len(reading.too_long)
+        self.num_left_out = len(reading.untrained)
         self.num_equal = len(reading.equal)
 
     @classmethod
@@ -161,7 +164,8 @@ class PreferenceSet:
         return len(self._reading.ids)
 
     def __getitem__(self, index: int) -> PreferredAnswers:
-        read, row_id = self._reading, self._reading.ids[index]
+        read = self._reading
+        row_id = self._reading.ids[index]
         sides = range(read.first[index], read.first[index + 1])
         answers = (
             Conversation(row_id, tuple(read.tokens[side].tolist()), tuple(read.mask[side].astype(bool).tolist()))
@@ -184,7 +188,8 @@ class PreferenceSet:
     @property
     def units(self) -> list[list[int]]:
         """Of each row, the tokens of its conversations."""
-        lengths, first = self._reading.tokens.lengths, self._reading.first
+        lengths = self._reading.tokens.lengths
+        first = self._reading.first
         return [lengths[start:end] for start, end in pairwise(first)]
 
 
@@ -291,7 +296,8 @@ def _conversations(
 
 def _shared(answers: Sequence[MessageList]) -> MessageList:
     """The messages with which all ``answers`` begin, up to the last of the user among them; of one, its prompt."""
-    first, shared = answers[0], 0
+    first = answers[0]
+    shared = 0
     for place, message in enumerate(first):
         if any(len(answer) <= place or answer[place] != message for answer in answers):
             break
@@ -320,7 +326,8 @@ def _has_pairs(file: SourceFile, config: PreferenceDataConfig) -> bool:
 
 def _type_problems(file: SourceFile, config: PreferenceDataConfig, *, single: bool) -> Iterator[str]:
     """Problems of the columns, which make every row of ``file`` unusable.  single: its rows have one answer."""
-    schema, form = file.table.schema, f"{MESSAGES} or text"
+    schema = file.table.schema
+    form = f"{MESSAGES} or text"
     pair = [("data.chosen_key", config.chosen_key), ("data.rejected_key", config.rejected_key)]
     wanted = [("data.completion_key", config.completion_key)] if single else pair
     prompt = [("data.prompt_key", config.prompt_key)]

@@ -134,7 +134,8 @@ class PromptSet:
         self.num_truncated = 0 if reading.config.filter_overlong_prompts else too_long
         self._files = files
         self._config = reading.config
-        self._tokens, self._answers = reading.tokens, reading.answers
+        self._tokens = reading.tokens
+        self._answers = reading.answers
         self._places = reading.places
         self._media = reading.media
         self.pictures = reading.pictures
@@ -252,7 +253,8 @@ class PromptSet:
     def image_files(self, index: int) -> list[bytes]:
         """The files of a prompt's pictures, read again.  DataError: one is not what it was when the run began."""
         number, row = self._places[index]
-        file, reader = self._files[number], self.pictures
+        file = self._files[number]
+        reader = self.pictures
         if reader is None:
             return []
         try:
@@ -375,8 +377,11 @@ def _type_problems(file: SourceFile, reading: _Reading) -> Iterator[str]:
 
 def _take(reading: _Reading, number: int, file: SourceFile, start: int, records: list[dict[str, Any] | None]) -> None:
     """Add one batch of ``file``, the run's file ``number``, to ``reading``.  start: its first row."""
-    config, pictures = reading.config, reading.pictures
-    rows, texts, images = [], [], list[list[SizedImage]]()
+    config = reading.config
+    pictures = reading.pictures
+    rows = []
+    texts = []
+    images = list[list[SizedImage]]()
     for row, record in enumerate(records, start):
         key = "" if pictures is None else pictures.key
         reading.note_more_than_text(file.row_id(row), wants_more_than_text(record or {}, reading.agents, key))
@@ -439,7 +444,9 @@ def _rendered(
     reading: _Reading, record: dict[str, Any] | None, file: SourceFile, row: int
 ) -> tuple[str, list[SizedImage]]:
     """(text of the prompt, its pictures) of a row.  ValueError: what is wrong with it, in words."""
-    config, agents, pictures = reading.config, reading.agents, reading.pictures
+    config = reading.config
+    agents = reading.agents
+    pictures = reading.pictures
     if record is None:
         raise ValueError(NO_UTF8)
     messages = clean_messages(record[config.prompt_key])

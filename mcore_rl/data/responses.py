@@ -100,7 +100,8 @@ def agent_summary(agents: Sequence[AgentRecord | None]) -> dict[str, float]:
     there = [each for each in agents if each is not None]
     if not there:
         return {}
-    calls, reasons = sum(each.calls for each in there), Counter(each.reason for each in there)
+    calls = sum(each.calls for each in there)
+    reasons = Counter(each.reason for each in there)
     return {
         "turns_mean": fmean(each.turns for each in there),
         "calls_mean": calls / len(there),
@@ -191,7 +192,9 @@ class ResponseSet:
     """
 
     def __init__(self, file: SourceFile, prompt_key: str, response_key: str) -> None:
-        self._file, self._prompt_key, self._response_key = file, prompt_key, response_key
+        self._file = file
+        self._prompt_key = prompt_key
+        self._response_key = response_key
         self.has_lengths = NUM_TOKENS in file.table.column_names
         self.has_finish = FINISH in file.table.column_names
         types = {column.name: column.type for column in file.table.schema}
@@ -254,7 +257,8 @@ class ResponseSet:
             return f"{self._response_key} is null or empty, or holds a null. Generate it again, or leave the row out"
         if not record["data_source"]:
             return "data_source is null or empty. Write the name of the data set"
-        asked, key = record["reward_model"], self._prompt_key
+        asked = record["reward_model"]
+        key = self._prompt_key
         messages = clean_messages(record[key]) if self._has_messages else f"is not {MESSAGES}"
         if (style := style_of(asked)) is not Style.rule:
             reader = "the judge" if style is Style.judge else "the reward model"
@@ -372,13 +376,17 @@ def write_pairs(path: Path, rows: Iterable[tuple[ResponseRow, Sequence[float | N
     score is the higher, and the row's ``data_source``.  The file appears when it is complete.  DataError: no prompt has
     two responses of different scores.
     """
-    pairs, prompts, without = 0, 0, 0
+    pairs = 0
+    prompts = 0
+    without = 0
     with replaced(path) as new:
         with pq.ParquetWriter(new, COLUMNS) as writer:
             held: list[dict[str, Any]] = []
             for row, scores in rows:
                 made = [*_pairs_of(row, scores)]
-                pairs, prompts, without = pairs + len(made), prompts + 1, without + (not made)
+                pairs = pairs + len(made)
+                prompts = prompts + 1
+                without = without + (not made)
                 held += made
                 if len(held) >= BATCH:
                     writer.write_table(pa.Table.from_pylist(held, COLUMNS))

@@ -72,7 +72,8 @@ class PromptSampler:
     def next_of_epochs(self, count: int) -> list[tuple[int, int]]:
         """As ``next``, each index with the number of the epoch that it is drawn in: (epoch, index)."""
         assert 1 <= count <= self.num_prompts, f"count={count} must lie in [1, {self.num_prompts}]"
-        again, self._again = self._again[:count], self._again[count:]
+        again = self._again[:count]
+        self._again = self._again[count:]
         return again + self._fresh_places(count - len(again))
 
     def _fresh_places(self, count: int) -> list[tuple[int, int]]:
@@ -138,5 +139,8 @@ class PromptSampler:
             free = ~np.isin(order, carried)
             opening = np.flatnonzero(free)[:fresh]
             order = np.concatenate([order[opening], np.delete(order, opening)])
-        self._order, self._epoch, self._position = order, epoch, 0
-        self._carried, self._fresh = carried, fresh
+        self._order = order
+        self._epoch = epoch
+        self._position = 0
+        self._carried = carried
+        self._fresh = fresh

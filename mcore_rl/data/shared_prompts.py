@@ -69,7 +69,8 @@ def parted(stem: Stem) -> list[Stem]:
 
 def within(stems: Iterable[Stem], members: Iterable[int]) -> list[Stem]:
     """What ``members`` have of ``stems``; a sequence that is left alone shares nothing."""
-    wanted, parts = set(members), list[Stem]()
+    wanted = set(members)
+    parts = list[Stem]()
     for stem in stems:
         left = tuple(index for index in stem.members if index in wanted)
         parts += parted(Stem(left, stem.shared))

@@ -60,7 +60,8 @@ class LabelledSteps:
     @property
     def by_step(self) -> list[PreferredAnswers]:
         """The answer up to the end of each step, as an answer by itself with the step's label."""
-        tokens, ends = self.answer.tokens, [t for t, is_end in enumerate(self.answer.mask) if is_end]
+        tokens = self.answer.tokens
+        ends = [t for t, is_end in enumerate(self.answer.mask) if is_end]
         begun = [with_end(Conversation(self.answer.id, tokens[:end], ())) for end in ends]
         pairs = zip(begun, self.labels, strict=True)
         return [PreferredAnswers((answer,), (label,), 0.0, self.weight) for answer, label in pairs]
@@ -83,7 +84,8 @@ class StepSet:
     def __init__(self, reading: _Reading) -> None:
         reading.tokens.close()
         reading.ends.close()
-        self._reading, self.num_left_out = reading, reading.num_left_out
+        self._reading = reading
+        self.num_left_out = reading.num_left_out
 
     @classmethod
     def load(
@@ -127,7 +129,8 @@ class StepSet:
 
     def __getitem__(self, index: int) -> LabelledSteps:
         read = self._reading
-        tokens, ended = read.tokens[index].tolist(), set(read.ends[index].tolist())
+        tokens = read.tokens[index].tolist()
+        ended = set(read.ends[index].tolist())
         mask = tuple(place in ended for place in range(len(tokens) + 1))
         answer = Conversation(read.ids[index], (*tokens, END), mask)
         return LabelledSteps(answer, read.labels[index], read.weights[index])
@@ -178,9 +181,11 @@ def _take(
 
 
 def _steps(record: dict[str, Any], config: PreferenceDataConfig) -> tuple[list[str], list[float]]:
-    key, labels_key = config.completion_key, config.step_labels_key
+    key = config.completion_key
+    labels_key = config.step_labels_key
     assert labels_key is not None
-    steps, labels = record[key], record[labels_key]
+    steps = record[key]
+    labels = record[labels_key]
     if not steps or any(not step or not step.strip() for step in steps):
         raise ValueError(f"{key} has no step, or an empty one. Write a text for each, or leave the row out")
     if labels is None or len(labels) != len(steps):
@@ -195,7 +200,8 @@ def _steps(record: dict[str, Any], config: PreferenceDataConfig) -> tuple[list[s
 
 def joined_steps(steps: Sequence[str]) -> tuple[str, list[int]]:
     """The answer of these steps, and where in it each ends: behind its last character that is no white space."""
-    text, ends = "", list[int]()
+    text = ""
+    ends = list[int]()
     for step in steps:
         text += "\n" if text and not text[-1].isspace() else ""
         ends.append(len(text) + len(step.rstrip()))
@@ -233,7 +239,8 @@ def marked(
     if not tokenizer.is_fast:
         raise ValueError("the tokenizer does not say where its tokens are. Use a fast one (tokenizer.json)")
     offsets = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
-    marks, place = dict[int, int](), 0
+    marks = dict[int, int]()
+    place = 0
     for step, end in enumerate(ends[:-1]):
         while place < len(tokens) and offsets[place][1] < begin + end:
             place += 1

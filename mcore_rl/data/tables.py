@@ -75,7 +75,8 @@ def _arrow(path: Path) -> pa.Table:
 
 
 def _of_lines(path: Path, name: str, problems: list[str]) -> FileRows | None:
-    rows, wrong = list[dict[str, Any]](), list[str]()
+    rows = list[dict[str, Any]]()
+    wrong = list[str]()
     try:
         for number, line in _lines(path):
             try:
@@ -173,14 +174,16 @@ def _changes(array: pa.Array, values: Sequence[Any]) -> bool:
 
 def _first_odd(column: str, rows: Sequence[dict[str, Any]], error: Exception) -> tuple[int, str]:
     """(the first row with which the rows up to it have no one type, why), found by halves."""
-    least, most = 0, len(rows)
+    least = 0
+    most = len(rows)
     while most - least > 1:
         middle = (least + most) // 2
         try:
             pa.array([row.get(column) for row in rows[:middle]])
             least = middle
         except (pa.ArrowException, ValueError, OverflowError) as why:
-            most, error = middle, why
+            most = middle
+            error = why
     return most - 1, str(error).partition("\n")[0].rstrip(".")
 
 

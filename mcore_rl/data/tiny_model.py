@@ -72,7 +72,8 @@ def texts(directory: Path) -> list[str]:
             pieces += [message["content"] for message in row["prompt"]]
             pieces.append(str((row.get("extra_info") or {}).get("answer") or ""))
     if not pieces:
-        problem, remedy = "has no parquet files", "Write them with mcore-rl prepare"
+        problem = "has no parquet files"
+        remedy = "Write them with mcore-rl prepare"
         raise ConfigError([Violation("--data", directory, problem, remedy)])
     return pieces
 

@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-PAD, BOS, EOS = "<|pad|>", "<|begin|>", "<|end|>"
+PAD = "<|pad|>"
+BOS = "<|begin|>"
+EOS = "<|end|>"
 ROLES = ("system", "user", "assistant")
 NUM_BYTES = 256
 MIN_VOCAB_SIZE = NUM_BYTES + 3 + len(ROLES)  # every byte, the three tokens below, and one of each role

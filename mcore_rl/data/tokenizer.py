@@ -54,7 +54,8 @@ def vocabulary_difference(tokenizer: PreTrainedTokenizerBase, path: str | Path) 
     have more tokens, since tokens are scored there and no text is read.  Raises DataError if ``path`` has no tokenizer
     that can be read.
     """
-    ours, theirs = tokenizer.get_vocab(), _read(Path(path).expanduser()).get_vocab()
+    ours = tokenizer.get_vocab()
+    theirs = _read(Path(path).expanduser()).get_vocab()
     wrong = [name for name, number in ours.items() if theirs.get(name) != number]
     if not wrong:
         return None

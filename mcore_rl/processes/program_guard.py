@@ -19,7 +19,8 @@ import sys
 import time
 from pathlib import Path
 
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
 # Slurm sends all processes of a step what it is told to, and SIGTERM at the job's end.
 IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 LOOK_S = 0.1  # between two looks, where the kernel has no pidfd
@@ -90,7 +91,8 @@ def _below() -> list[int]:
             parents[int(path.name)] = int((path / "stat").read_text(errors="replace").rpartition(")")[2].split()[1])
         except OSError:  # it has just ended
             continue
-    known, descendants = {os.getpid()}, list[int]()
+    known = {os.getpid()}
+    descendants = list[int]()
     while True:
         more = [pid for pid, parent in parents.items() if parent in known and pid not in known]
         if not more:

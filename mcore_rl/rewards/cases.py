@@ -164,7 +164,8 @@ def read_cases(ground_truth: object) -> list[Case]:
         for key in ("assert_case", "test_list"):
             if ground_truth.get(key) is not None:
                 return read_cases(list(ground_truth[key]))
-        inputs, outputs = ground_truth.get("inputs"), ground_truth.get("outputs")
+        inputs = ground_truth.get("inputs")
+        outputs = ground_truth.get("outputs")
         if _is_list(inputs) and _is_list(outputs) and len(inputs) == len(outputs) > 0:
             name = ground_truth.get("fn_name")
             pairs = zip(inputs, outputs, strict=True)
@@ -179,7 +180,8 @@ def same_output(printed: str, expected: str) -> bool:
 
     If the expected word is a number with a fraction or an exponent, a number within 1e-6 (absolute or relative) passes.
     """
-    lines, expected_lines = _words(printed), _words(expected)
+    lines = _words(printed)
+    expected_lines = _words(expected)
     return len(lines) == len(expected_lines) and all(
         len(line) == len(wanted) and all(map(_same_word, line, wanted))
         for line, wanted in zip(lines, expected_lines, strict=True)
@@ -301,7 +303,8 @@ def _names_of_program(tree: ast.Module) -> tuple[set[str], set[str], bool]:
 
     A name of the second kind is the program's only where there is none of the first.
     """
-    loaded, bound = set(), {"solution"}
+    loaded = set()
+    bound = {"solution"}
     for node in ast.walk(tree):
         match node:
             case ast.Name(id=name, ctx=ast.Load()):
@@ -320,10 +323,8 @@ def _names_of_program(tree: ast.Module) -> tuple[set[str], set[str], bool]:
     names = free - _known_names()
     if names or "*" in loaded:
         return names, set(), not (free - names).isdisjoint(_known_names() - vars(builtins).keys())
-    handed, called = (
-        [],
-        [],
-    )  # such as check(merge), and MBPP's assert sum(10, 15) == 6, whose outermost call comes first
+    handed = list[str]()  # such as check(merge)
+    called = list[str]()  # of MBPP's assert sum(10, 15) == 6, whose outermost call comes first
     for node in ast.walk(tree):
         match node:
             case ast.Call(func=ast.Name(id=name)) if name in free:

@@ -37,7 +37,9 @@ class CompletionsFunction:
     def __init__(
         self, name: str, function: Callable[..., Any], signature: inspect.Signature, form: Completions
     ) -> None:
-        self._name, self._function, self._form = name, function, form
+        self._name = name
+        self._function = function
+        self._form = form
         self._required = required(signature)
         takes_all = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in signature.parameters.values())
         self._taken = None if takes_all else frozenset(signature.parameters)

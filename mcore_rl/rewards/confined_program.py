@@ -47,8 +47,13 @@ MAX_OPEN_FILES = 64
 KEPT_DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
 SYSTEM_LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/etc/ld.so.cache")
 
-PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 38
-CLONE_NEWUSER, CLONE_NEWNET, CLONE_NEWIPC = 0x10000000, 0x40000000, 0x08000000
+PR_SET_PDEATHSIG = 1
+PR_SET_DUMPABLE = 4
+PR_SET_SECCOMP = 22
+PR_SET_NO_NEW_PRIVS = 38
+CLONE_NEWUSER = 0x10000000
+CLONE_NEWNET = 0x40000000
+CLONE_NEWIPC = 0x08000000
 
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -87,11 +92,16 @@ def restrict_files(readable: list[str], newest_abi: int, executable: tuple[str, 
     newest_abi: the newest version of Landlock to use.
     executable: files that may be run, too.
     """
-    create, add_rule, restrict = 444, 445, 446
+    create = 444
+    add_rule = 445
+    restrict = 446
     abi = min(libc.syscall(create, None, ctypes.c_size_t(0), 1), newest_abi)
     if abi < 1:
         return False
-    execute, write_file, read_file, read_dir = 1 << 0, 1 << 1, 1 << 2, 1 << 3
+    execute = 1 << 0
+    write_file = 1 << 1
+    read_file = 1 << 2
+    read_dir = 1 << 3
     handled = (1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(abi, 16)) - 1
     attributes = struct.pack("QQQ", handled, 0b11, 0b11)[: 8 if abi < 4 else 16 if abi < 6 else 24]
     ruleset = check(libc.syscall(create, attributes, ctypes.c_size_t(len(attributes)), 0), "landlock_create_ruleset")
@@ -203,7 +213,8 @@ def run(job: dict[str, Any], result: int, wire: tuple[int, int] | None) -> None:
 
     With ``wire`` it answers the judge instead.  With ``tests`` in the job it is judged here.
     """
-    steps, tests = job["steps"], job.get("tests")
+    steps = job["steps"]
+    tests = job.get("tests")
     data = sibling("plain_data")
     module = sibling("wire") if wire is not None else sibling("judge") if tests is not None else None
     namespace = load(str(job["program"]), "solution" if steps or module else "__main__")

@@ -132,7 +132,8 @@ def run_judged(
     limit_s = config.timeout_s if timeout_s is None else timeout_s
     common = (config, limit_s)
     with ExitStack() as stack:
-        (questions, ask), (answers, answer) = os.pipe(), os.pipe()
+        questions, ask = os.pipe()
+        answers, answer = os.pipe()
         ends = stack.enter_context(ExitStack())
         for end in (questions, ask, answers, answer):
             ends.callback(os.close, end)
@@ -142,7 +143,8 @@ def run_judged(
         served = _Confined(stack, "program", job, *common, wire=(questions, answer))
         ends.close()  # each end is in one process now, so that the other notices when it ends
         broken = _wait([judge.process, served.process], limit_s)
-        outcome, of_program = judge.outcome(broken), served.outcome(broken)
+        outcome = judge.outcome(broken)
+        of_program = served.outcome(broken)
     lines = outcome.lines
     verdict: dict[str, Any] = {"passed": False, "error": outcome.message or "the judge gave no verdict"}
     if lines:
@@ -209,7 +211,9 @@ class _Confined:
         """
         ended_here = self.process.poll() is None
         _end(self.process)
-        held, errors, code = _content(self._status), _content(self._stderr).strip(), self.process.returncode
+        held = _content(self._status)
+        errors = _content(self._stderr).strip()
+        code = self.process.returncode
         if code == -signal.SIGXCPU:
             broken = Ending.timeout
         if not held and broken is None and not ended_here:

@@ -56,7 +56,8 @@ class CustomGrader:
     """
 
     def __init__(self, functions: Sequence[RewardFunction], weights: Sequence[float] | None = None) -> None:
-        self._functions, self._weights = functions, weights
+        self._functions = functions
+        self._weights = weights
         self._runner = asyncio.Runner()  # one loop for all calls: clients that a function opened stay usable
 
     def __call__(self, request: RewardRequest, config: RewardConfig) -> Score:
@@ -116,7 +117,8 @@ def load_custom(custom: CustomRewardFunction) -> CustomGrader:
     _demand_taken(module, custom)
     if not custom.functions:
         return CustomGrader([_function(module, custom, "name", custom.name)])
-    functions, violations = list[RewardFunction](), list[Violation]()
+    functions = list[RewardFunction]()
+    violations = list[Violation]()
     for name in custom.functions:
         try:
             functions.append(_function(module, custom, "functions", name))
@@ -145,7 +147,8 @@ def _imported(custom: CustomRewardFunction) -> ModuleType:
 
 def _function(module: ModuleType, custom: CustomRewardFunction, key: str, name: str) -> RewardFunction:
     """The function ``name`` of the user's file.  key: that names it.  ConfigError: it cannot be called."""
-    function, path = vars(module).get(name), custom.path
+    function = vars(module).get(name)
+    path = custom.path
     if not callable(function):
         problem = f"{path} defines no function of that name"
         raise _violation(
@@ -178,7 +181,8 @@ def _function(module: ModuleType, custom: CustomRewardFunction, key: str, name: 
 
 def _demand_taken(module: ModuleType, custom: CustomRewardFunction) -> None:
     """Refuses ``reward_kwargs`` that no function takes, and those that it is given anyway."""
-    names, untaken = custom.functions or [custom.name], set(custom.reward_kwargs)
+    names = custom.functions or [custom.name]
+    untaken = set(custom.reward_kwargs)
     for function in (vars(module).get(name) for name in names):
         if callable(function):
             with suppress(ValueError):
@@ -263,7 +267,8 @@ def as_score(answer: object) -> Score:
     said = answer.get("pred")
     said = None if said is None else str(said)
     turns = tuple(finite(each, "a turn reward") for each in answer.get(_TURN_REWARDS, ()))
-    value, correct = finite(answer["score"], "the score"), parts.get("acc")
+    value = finite(answer["score"], "the score")
+    correct = parts.get("acc")
     return Score(value, parts, correct=correct, answer=said, turn_rewards=turns)
 
 

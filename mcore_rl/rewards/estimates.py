@@ -76,14 +76,16 @@ def interval(values: Sequence[float]) -> MeanEstimate:
     with a fixed seed; for one prompt there is no interval.
     """
     assert values
-    value, count = fmean(values), len(values)
+    value = fmean(values)
+    count = len(values)
     if all(each in (0.0, 1.0) for each in values):
         centre = (value + Z * Z / (2 * count)) / (1 + Z * Z / count)
         half = Z / (1 + Z * Z / count) * math.sqrt(value * (1 - value) / count + Z * Z / (4 * count * count))
         return MeanEstimate(value, max(0.0, centre - half), min(1.0, centre + half), "wilson")
     if count == 1:
         return MeanEstimate(value, None, None, "bootstrap")
-    random, array = np.random.Generator(np.random.PCG64(SEED)), np.asarray(values, dtype=np.float64)
+    random = np.random.Generator(np.random.PCG64(SEED))
+    array = np.asarray(values, dtype=np.float64)
     means = np.array([array[random.integers(count, size=count)].mean() for _ in range(NUM_RESAMPLES)])
     tail = (1 - CONFIDENCE) / 2
     low, high = np.quantile(means, [tail, 1 - tail])

@@ -29,7 +29,8 @@ def check_ground_truths(rows: Iterable[tuple[str, str, object]], *, refuse: bool
     refuse: raise DataError if graders cannot use some; False: warn, where such responses are to count as wrong.
     """
     problems: list[str] = []
-    num_math, by_text = 0, list[str]()
+    num_math = 0
+    by_text = list[str]()
     for row, source, truth in rows:
         try:
             grader = grader_of(source)

@@ -35,7 +35,8 @@ class JudgeError(Exception):
 
     def __init__(self, problem: str, *, again: bool = False, wait_s: float | None = None) -> None:
         super().__init__(problem)
-        self.again, self.wait_s = again, wait_s
+        self.again = again
+        self.wait_s = wait_s
 
 
 class JudgeTimeoutError(JudgeError):
@@ -87,7 +88,8 @@ class JudgeClient:
 
     def __init__(self, config: JudgeConfig) -> None:
         assert config.address is not None
-        self._config, self._url = config, f"{config.address.rstrip('/')}/chat/completions"
+        self._config = config
+        self._url = f"{config.address.rstrip('/')}/chat/completions"
         self._headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"} | _authorization(config)
         self._session: aiohttp.ClientSession | None = None
         self.num_retries = 0
@@ -151,7 +153,8 @@ def read_completion(body: bytes) -> Judgement:
         raise JudgeError(f"answered with no chat completion ({error}): {_shown(body)}") from error
     if not read.choices:
         raise JudgeError(f"answered without a choice: {_shown(body)}")
-    usage, choice = read.usage or _Usage(), read.choices[0]
+    usage = read.usage or _Usage()
+    choice = read.choices[0]
     return Judgement(
         text=choice.message.content or "",
         truncated=choice.finish_reason == "length",
@@ -200,7 +203,8 @@ def _shown(body: bytes) -> str:
 def _authorization(config: JudgeConfig) -> dict[str, str]:
     if config.api_key_env is None:
         return {}
-    key, problem = secret(config.api_key_env), ""
+    key = secret(config.api_key_env)
+    problem = ""
     if not key:
         problem = "is not set in the environment"
     elif not (key.isascii() and key.isprintable()):

@@ -79,7 +79,8 @@ class Judgements:
         self._count(judgement)
         said = {"key": key, **msgspec.structs.asdict(judgement), "text": redacted(judgement.text)}
         line = json.dumps(said).encode() + b"\n"
-        start, self._is_torn = b"\n" if self._is_torn else b"", True
+        start = b"\n" if self._is_torn else b""
+        self._is_torn = True
         try:
             if self._writer.write(start + line) != len(start + line):
                 raise OSError("the disk has no room for it")

@@ -47,7 +47,9 @@ class Judge:
     """
 
     def __init__(self, config: RewardConfig, path: Path | None = None, engines: AnswersJudge | None = None) -> None:
-        self._reward, self._config, self._template = config, config.judge, config.judge.template
+        self._reward = config
+        self._config = config.judge
+        self._template = config.judge.template
         self._client: AnswersJudge = engines or JudgeClient(config.judge)
         self._room = asyncio.Semaphore(config.judge.concurrency)
         self._judgements = Judgements(path)
@@ -212,7 +214,8 @@ def score_in(judgement: Judgement, config: JudgeConfig) -> float:
     """
     if judgement.truncated:
         raise NotANumberError(f"the judge's answer was cut off at reward.judge.max_tokens={config.max_tokens}")
-    text, (low, high) = judgement.text, config.scale
+    text = judgement.text
+    low, high = config.scale
     *_, last = (None, *re.finditer(config.pattern, text))
     if last is None:
         raise NotANumberError(f"the judge gave no score; its answer ends {text[-80:]!r}")

@@ -97,7 +97,8 @@ class Comparison:
     def _near(self, gold: Number, answer: Number) -> bool:
         if gold.value == answer.value:
             return True
-        difference, size = abs(gold.value - answer.value), abs(gold.value)
+        difference = abs(gold.value - answer.value)
+        size = abs(gold.value)
         if gold.is_decimal and answer.is_decimal:
             return difference * 10**12 <= size and difference * 2_000_000 <= 1
         if gold.is_decimal or answer.is_decimal:
@@ -136,7 +137,8 @@ class Comparison:
                 return False
             if gold.unit.factor == answer.unit.factor:
                 return self.same(gold.quantity, answer.quantity)
-            one, other = _in_base(gold), _in_base(answer)
+            one = _in_base(gold)
+            other = _in_base(answer)
             return one is not None and other is not None and one == other
         return self.same(
             gold.quantity if isinstance(gold, Measure) else gold,

@@ -18,15 +18,14 @@ from mcore_rl.rewards.math_units import Unit, split_unit
 
 # ``{`` and ``}`` without a backslash group characters and mean nothing to a reader.
 _TOKEN = re.compile(r"\\(?:begin|end)\{[a-z]+\*?\}|\\[A-Za-z]+|\\.|.", re.DOTALL)
-_OPENERS, _CLOSERS = (
-    frozenset(["(", "[", "{", r"\{", r"\langle", r"\lfloor", r"\lceil"]),
-    frozenset([")", "]", "}", r"\}", r"\rangle", r"\rfloor", r"\rceil"]),
-)
+_OPENERS = frozenset(["(", "[", "{", r"\{", r"\langle", r"\lfloor", r"\lceil"])
+_CLOSERS = frozenset([")", "]", "}", r"\}", r"\rangle", r"\rfloor", r"\rceil"])
 
 
 def tokens(text: str) -> list[tuple[str, int]]:
     """The tokens of ``text`` with the number of brackets that are open before an opening or after a closing one."""
-    depth, parts = 0, list[tuple[str, int]]()
+    depth = 0
+    parts = list[tuple[str, int]]()
     for token in _TOKEN.findall(text):
         if token in _CLOSERS or token.startswith(r"\end{"):
             depth -= 1
@@ -148,24 +147,29 @@ def number(text: str) -> Number | None:
     if "," in written and "(" in text:
         return None  # a point, not thousands
     value: Fraction | None = None
-    is_decimal, percent = False, ""
+    is_decimal = False
+    percent = ""
     if match := _DECIMAL.fullmatch(written):
         exponent = int((match[4] or match[5] or "0").replace(" ", ""))
         if abs(exponent) > MAX_EXPONENT:
             return None
         value = _signed(match[1], _digits(match[2]) * Fraction(10) ** exponent)
-        is_decimal, percent = value.denominator != 1 or exponent < 0, match[6]
+        is_decimal = value.denominator != 1 or exponent < 0
+        percent = match[6]
     elif match := _POWER_OF_TEN.fullmatch(written):
         if abs(int(match[2])) > MAX_EXPONENT:
             return None
         value = _signed(match[1], Fraction(10) ** int(match[2]))
     elif (match := _RATIO.fullmatch(written)) or (match := _SLASH.fullmatch(written)):
-        top, bottom = _digits(match[3]), _digits(match[4])
+        top = _digits(match[3])
+        bottom = _digits(match[4])
         if not bottom or (match[2] and not (top > 0 and bottom > 0)):
             return None
-        value, percent = _signed(match[1], int(match[2] or 0) + top / bottom), match[5]
+        value = _signed(match[1], int(match[2] or 0) + top / bottom)
+        percent = match[5]
     elif match := _REPEATING.fullmatch(written):
-        fixed, period = match[3], match[4]
+        fixed = match[3]
+        period = match[4]
         repeated = Fraction(int(period), (10 ** len(period) - 1) * 10 ** len(fixed))
         value = _signed(match[1], Fraction(f"{match[2] or 0}.{fixed or 0}") + repeated)
     if value is None:
@@ -407,7 +411,8 @@ def _relation(text: str) -> Form | None:
     pieces = [piece.strip() for piece in _ORDER.split(text)]
     if len(pieces) not in (3, 5) or not all(pieces[::2]) or "=" in text or "\\ne" in text:
         return None
-    sides, signs = pieces[::2], pieces[1::2]
+    sides = pieces[::2]
+    signs = pieces[1::2]
     if signs[0] in (">", r"\ge"):
         sides = sides[::-1]
         signs = [{">": "<", r"\ge": r"\le"}.get(sign, "") for sign in reversed(signs)]
@@ -424,7 +429,8 @@ def _relation(text: str) -> Form | None:
         return None
     if not variable.fullmatch(sides[1]):
         return None
-    left, right = ("[" if signs[0] == r"\le" else "("), ("]" if signs[1] == r"\le" else ")")
+    left = "[" if signs[0] == r"\le" else "("
+    right = "]" if signs[1] == r"\le" else ")"
     return _interval(text, sides[1], _read_one(sides[0]), _read_one(sides[2]), left, right)
 
 

@@ -93,7 +93,8 @@ def _with_unit(text: str, quantity: str, word: str, power: str | None) -> tuple[
     first, _, rest = name.partition(" ")
     exponent = int(power or 1)
     if first.lower() in squares and rest:
-        exponent, name = squares[first.lower()], rest
+        exponent = squares[first.lower()]
+        name = rest
     known = UNITS.get(name) or UNITS.get(name.lower()) or UNITS.get(name.lower().removesuffix("s"))
     if known is None:
         return quantity, Unit("", Fraction(1), exponent)

@@ -85,7 +85,8 @@ def encode(value: Any, refer: Callable[[Any], Any] = opaque, depth: int = 0) -> 
         return {"ellipsis": 0}
     if isinstance(value, type) and value.__name__ in TYPES and value is getattr(builtins, value.__name__):
         return {"type": value.__name__}
-    module, name = type(value).__module__, type(value).__name__
+    module = type(value).__module__
+    name = type(value).__name__
     if module == "numpy":
         return _encode_numpy(value, refer, depth)
     is_extra = name in EXTRA.get(module, {}) and type(value) is getattr(sys.modules[module], name)

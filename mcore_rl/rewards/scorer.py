@@ -49,7 +49,9 @@ class Prints:
     """Relays what grading processes print to the standard error of this one, up to ``MAX_SHOWN`` in all."""
 
     def __init__(self) -> None:
-        self._left, self._told, self._lock = MAX_SHOWN, False, threading.Lock()
+        self._left = MAX_SHOWN
+        self._told = False
+        self._lock = threading.Lock()
 
     def relay(self, stream: IO[bytes]) -> None:
         """Reads ``stream`` to its end in a thread: a process never waits for a reader."""
@@ -109,7 +111,8 @@ class Scorer:
     """
 
     def __init__(self, config: RewardConfig, custom: CustomRewardFunction | None = None) -> None:
-        self._config, self._custom = config, custom or CustomRewardFunction()
+        self._config = config
+        self._custom = custom or CustomRewardFunction()
         self._counts: Counter[str] = Counter()
         self._lock = threading.Lock()
         self._closed = False
@@ -233,7 +236,8 @@ class Scorer:
 
     def _grade(self, worker: _Worker | None, request: RewardRequest) -> tuple[_Worker | None, Score]:
         """Returns (the process for the next episode, None if it was lost; the Score)."""
-        doing, limit_s = "starting", START_S
+        doing = "starting"
+        limit_s = START_S
         try:
             message = pickle.dumps(request)
         except Exception as error:  # noqa: BLE001  whatever pickling a column's value does
@@ -241,7 +245,8 @@ class Scorer:
         try:
             worker = worker or self._start()
             worker.wait_until_ready()
-            doing, limit_s = f"grading {request.key} of {request.data_source}", self._config.timeout_s
+            doing = f"grading {request.key} of {request.data_source}"
+            limit_s = self._config.timeout_s
             score = worker.grade(message, limit_s)
             if score.turn_rewards and len(score.turn_rewards) != request.num_turns:
                 said = f"{len(score.turn_rewards)} turn rewards for {request.num_turns} turns of the model"

@@ -69,7 +69,8 @@ def close(gold: float, answer: float) -> bool:
 
 def equal(gold_latex: str, answer_latex: str) -> bool:
     """Whether both are the same expression, equation or set."""
-    gold, answer = expression(gold_latex), expression(answer_latex)
+    gold = expression(gold_latex)
+    answer = expression(answer_latex)
     if gold is None or answer is None:
         return False
     if isinstance(gold, And):  # a chain of equations, of which math-verify compares the ends
@@ -106,7 +107,8 @@ def _by_value(gold: Any, answer: Any) -> bool | None:
     if gold.free_symbols != answer.free_symbols and not (gold.has(sympy.Sum, sympy.Integral)):
         return None
     if gold.has(sympy.Float) or answer.has(sympy.Float):
-        digits, tolerance = 30, mpmath.mpf(POINT_NOISE)
+        digits = 30
+        tolerance = mpmath.mpf(POINT_NOISE)
     else:
         digits = _digits(gold, answer) + POINT_DIGITS
         tolerance = mpmath.mpf(10) ** -(digits // 2)
@@ -150,7 +152,8 @@ def _same_number(gold: Any, answer: Any) -> bool | None:
     Roots, logarithms and kin are exact to more digits than the largest and the smallest number in them have.
     """
     try:
-        gold, answer = gold.doit(), answer.doit()
+        gold = gold.doit()
+        answer = answer.doit()
         if gold == answer and gold.is_finite:
             return True
         if gold.is_Rational and answer.is_Rational:
@@ -165,7 +168,8 @@ def _same_number(gold: Any, answer: Any) -> bool | None:
             return None
         if not (first.is_finite and second.is_finite):
             return bool(first == second)
-        difference, size = abs(first - second), abs(first)
+        difference = abs(first - second)
+        size = abs(first)
         if not (gold.has(sympy.Float) or answer.has(sympy.Float)):
             return bool(difference <= sympy.Float(10, digits) ** -(digits - SPARE_DIGITS) * max(size, 1))
         if any(each.is_Integer and abs(each) > LONGEST_DECIMAL for each in (gold, answer)):

@@ -56,7 +56,8 @@ class Algebra:
     def _ask(self, name: str, arguments: list[str], limit_s: float | None = None) -> Any:
         with self._lock:
             if self._owner != os.getpid():  # a fork does not share its parent's process
-                self._process, self._owner = None, os.getpid()
+                self._process = None
+                self._owner = os.getpid()
             if self._process is not None and self._process.has_ended:
                 self._drop()
             self._process = self._process or _started()

@@ -94,7 +94,10 @@ class Pretended(tuple[int, bool]):
 ArgumentCondition = OneOf | Bits | Null | Pretended
 
 
-AF_UNIX, SOCK_STREAM, SOCK_NONBLOCK, SOCK_CLOEXEC = 1, 1, 0o4000, 0o2000000
+AF_UNIX = 1
+SOCK_STREAM = 1
+SOCK_NONBLOCK = 0o4000
+SOCK_CLOEXEC = 0o2000000
 STREAMS = OneOf(SOCK_STREAM | more for more in (0, SOCK_NONBLOCK, SOCK_CLOEXEC, SOCK_NONBLOCK | SOCK_CLOEXEC))
 CLONE_THREAD = 0x10000
 # CLONE_VM, FS, FILES, SIGHAND, THREAD, SYSVSEM, SETTLS, PARENT_SETTID, CHILD_CLEARTID, DETACHED (musl)
@@ -201,8 +204,16 @@ def system_call_filter(
     column: the architecture's column in these tables.  architecture: its AUDIT_ARCH number.  pid: this process.
     allowed, checked: tables as those above, of another kind of program.
     """
-    load, equal, above, bits, mask, answer = 0x20, 0x15, 0x25, 0x45, 0x54, 0x06
-    allow, kill, refuse, absent = 0x7FFF0000, 0x80000000, 0x00050000 | errno.EPERM, 0x00050000 | errno.ENOSYS
+    load = 0x20
+    equal = 0x15
+    above = 0x25
+    bits = 0x45
+    mask = 0x54
+    answer = 0x06
+    allow = 0x7FFF0000
+    kill = 0x80000000
+    refuse = 0x00050000 | errno.EPERM
+    absent = 0x00050000 | errno.ENOSYS
     pretend = 0x00050000  # no error: the call gives 0, and nothing is done
     code: list[tuple[int, int, int, int]] = [
         (load, 0, 0, 4), (equal, 1, 0, architecture), (answer, 0, 0, kill), (load, 0, 0, 0),
@@ -228,7 +239,8 @@ def system_call_filter(
                 value, has_bits = condition
                 block += [low, (bits if has_bits else equal, 0, 1, value), (answer, 0, 0, pretend)]
             elif isinstance(condition, Bits):
-                permitted, required = condition[0][column], condition[1]
+                permitted = condition[0][column]
+                required = condition[1]
                 block += [low, (bits, 0, 1, ~permitted & 0xFFFFFFFF), (answer, 0, 0, refuse)]
                 block += [(mask, 0, 0, required), (equal, 1, 0, required), (answer, 0, 0, refuse)]
             else:

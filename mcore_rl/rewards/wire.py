@@ -50,7 +50,8 @@ class Wire:
     """One end of the two pipes.  source, sink: descriptors."""
 
     def __init__(self, source: int, sink: int) -> None:
-        self._source, self._sink = source, sink
+        self._source = source
+        self._sink = sink
 
     def send(self, message: object) -> None:
         """BrokenError: nobody reads."""
@@ -150,7 +151,10 @@ class _Callback:
     """A function of the tests, for the program to call."""
 
     def __init__(self, wire: Wire, number: int, refer: Any, resolve: Any) -> None:
-        self.number, self._wire, self._refer, self._resolve = number, wire, refer, resolve
+        self.number = number
+        self._wire = wire
+        self._refer = refer
+        self._resolve = resolve
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         named = {name: encode(value, self._refer) for name, value in keywords.items()}

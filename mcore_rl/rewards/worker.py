@@ -34,7 +34,8 @@ def grade(request: RewardRequest, config: RewardConfig, custom: Grader | None = 
     """
     try:
         score = (custom or grader_of(request.data_source))(request if custom else _answer_part(request, config), config)
-        value, parts = finite(score.value, "the score"), dict(score.parts)
+        value = finite(score.value, "the score")
+        parts = dict(score.parts)
     except NotANumberError as error:
         return failed("not_a_number", str(error), config)
     except (Exception, SystemExit) as error:  # noqa: BLE001  whatever a grader does
@@ -84,7 +85,8 @@ def unpacked(message: bytes) -> Score:
     """The Score that ``packed`` wrote.  ValueError: ``message`` is not one."""
     try:
         payload = json.loads(message)
-        value, correct = finite(payload.pop("value"), "the score"), payload.pop("correct")
+        value = finite(payload.pop("value"), "the score")
+        correct = payload.pop("correct")
         parts = {str(name): finite(part, name) for name, part in payload.pop("parts").items()}
         said = {name: payload[name] if payload[name] is None else str(payload[name]) for name in ("error", "answer")}
         turns = tuple(finite(each, "a turn reward") for each in payload.pop("turn_rewards"))

@@ -53,7 +53,8 @@ def _strict(response: str) -> bool:
 def same_answer(answer: str, ground_truth: object) -> bool:
     """Whether both are equal: as numbers if both are numbers, else as text without surrounding space."""
     gold = str(ground_truth).rpartition("####")[2].strip()
-    value, gold_value = as_number(answer), as_number(gold)
+    value = as_number(answer)
+    gold_value = as_number(gold)
     return answer == gold if value is None or gold_value is None else value == gold_value
 
 
@@ -85,7 +86,9 @@ def grade_xml(request: RewardRequest, config: RewardConfig) -> Score:
 
 
 _STRICT_LINES = re.compile(r"<reasoning>\n[^\n]*+\n</reasoning>\n<answer>\n[^\n]*+\n</answer>\n\n?")
-_OPEN, _MIDDLE, _CLOSE = "<reasoning>\n", "\n</reasoning>\n<answer>\n", "\n</answer>\n"
+_OPEN = "<reasoning>\n"
+_MIDDLE = "\n</reasoning>\n<answer>\n"
+_CLOSE = "\n</answer>\n"
 
 
 def published_shares(response: str, ground_truth: object, version: XmlCompatibility) -> tuple[dict[str, float], str]:

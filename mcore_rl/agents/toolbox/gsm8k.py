@@ -32,13 +32,15 @@ class Gsm8kAnswer(EpisodeTool):
 
     async def create(self, instance_id: str, ground_truth: object = None, **kwargs: Any) -> None:
         """See ``EpisodeTool.create``.  ValueError: the row names no number as ``ground_truth``."""
-        self._gold[instance_id], self._best[instance_id] = gold_number(ground_truth), 0.0
+        self._gold[instance_id] = gold_number(ground_truth)
+        self._best[instance_id] = 0.0
 
     async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> ToolResult:
         """See ``EpisodeTool.execute``."""
         answer = last_number(str(parameters["answer"]))
         score = float(answer == self._gold[instance_id])
-        better, self._best[instance_id] = score > self._best[instance_id], score
+        better = score > self._best[instance_id]
+        self._best[instance_id] = score
         return ToolResult(text=f"Current parsed answer={answer} reward={score}", reward=0.0 if better else PENALTY)
 
     async def release(self, instance_id: str, **kwargs: Any) -> None:

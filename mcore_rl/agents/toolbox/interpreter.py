@@ -79,7 +79,8 @@ class PythonInterpreter(EpisodeTool):
 
     async def create(self, instance_id: str, **kwargs: Any) -> None:
         """See ``EpisodeTool.create``."""
-        self._cells[instance_id], self._turns[instance_id] = [], asyncio.Lock()
+        self._cells[instance_id] = []
+        self._turns[instance_id] = asyncio.Lock()
 
     @asynccontextmanager
     async def place(self, instance_id: str) -> AsyncIterator[None]:

@@ -68,7 +68,8 @@ class CorpusSearch(EpisodeTool):
 def read_corpus(path: Path) -> tuple[list[str], list[str]]:
     """(title, text) of every document, as two lists.  ConfigError: with the first file that is wrong."""
     files = sorted(each for each in path.rglob("*") if each.suffix in READ) if path.is_dir() else [path]
-    titles, texts = list[str](), list[str]()
+    titles = list[str]()
+    texts = list[str]()
     for file in files:
         try:
             for title, text in _documents(file):

@@ -24,7 +24,8 @@ from mcore_rl.types import Picture, TrainBatch
 def positions_3T(length: int, media: Sequence[Placed]) -> Int32Array:
     """[3, length] int32: time, height and width of each token.  media: the pictures among them, in order."""
     positions = np.empty((3, length), dtype=np.int32)
-    place, position = 0, 0
+    place = 0
+    position = 0
     for each in media:
         assert place <= each.first <= each.end <= length, f"{each} is not among {length} tokens, behind {place}"
         text = each.first - place

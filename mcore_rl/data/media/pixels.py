@@ -27,7 +27,8 @@ def patches_of(image: Image.Image, sizing: Sizing) -> tuple[NDArray[np.uint8], G
     grid = sizing.grid(*image.size)
     size = (grid.w * sizing.patch, grid.h * sizing.patch)
     resized = image if image.size == size else image.resize(size, Image.Resampling.BICUBIC)
-    merge, patch = grid.merge, sizing.patch
+    merge = grid.merge
+    patch = sizing.patch
     pixels = np.asarray(resized).reshape(grid.h // merge, merge, patch, grid.w // merge, merge, patch, CHANNELS)
     by_token = pixels.transpose(0, 3, 1, 4, 6, 2, 5)  # token row, token column, patch row, patch column, channel, y, x
     patches = np.empty((*by_token.shape[:5], sizing.temporal_patch, patch, patch), dtype=np.uint8)

@@ -29,7 +29,9 @@ if TYPE_CHECKING:
 
 BRING_BACK = "Bring the file back, or begin the run anew"
 MARK = "<image>"  # in a text, as verl and LLaMA-Factory write it
-START, PAD, END = "<|vision_start|>", "<|image_pad|>", "<|vision_end|>"
+START = "<|vision_start|>"
+PAD = "<|image_pad|>"
+END = "<|vision_end|>"
 WRITTEN = START + PAD + END  # what a chat template writes for a picture
 SPECIAL = (START, END, PAD, "<|video_pad|>", "<|vision_pad|>")  # tokens of pictures and videos
 
