@@ -13,7 +13,7 @@ Invariant: a file appears under its name only when it is complete, and equal rec
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,7 +22,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from mcore_rl.data.arithmetic import Product, Split, generate, products
+from mcore_rl.data.arithmetic import Split, generate, products
 from mcore_rl.data.media.images import image_size, values_of
 from mcore_rl.data.sources import Record, read_splits
 from mcore_rl.data.squares import QUESTION, squares
@@ -284,13 +284,12 @@ def published_rows(name: str, source: str) -> dict[str, list[DatasetRow]]:
 
 def arithmetic_rows(difficulty: int, train: int, val: int, seed: int) -> dict[str, list[DatasetRow]]:
     """Generated problems (``arithmetic``), ``train`` and ``val`` of them; no question is in both."""
-    rows = {}
-    for split, count in ((Split.train, train), (Split.validation, val)):
-        name = "train" if split is Split.train else "val"
-        problems = enumerate(generate(difficulty, count, seed, split))
-        solved = [(index, Solved(each.question, each.question, each.answer, each.solution)) for index, each in problems]
-        rows[name] = [_row("arithmetic", name, index, each) for index, each in solved]
-    return rows
+
+    def solved(count: int, split: Split) -> Iterator[Solved]:
+        for each in generate(difficulty, count, seed, split):
+            yield Solved(each.question, each.question, each.answer, each.solution)
+
+    return _generated_rows("arithmetic", train, val, solved)
 
 
 def product_rows(train: int, val: int, seed: int) -> dict[str, list[DatasetRow]]:
@@ -298,10 +297,14 @@ def product_rows(train: int, val: int, seed: int) -> dict[str, list[DatasetRow]]
 
     ``sft`` has the conversations of the training questions, with the call and its result.
     """
-    made = {"train": products(train, seed, Split.train), "val": products(val, seed, Split.validation)}
-    rows = {name: [_product_row(name, *each) for each in enumerate(of_one)] for name, of_one in made.items()}
+
+    def solved(count: int, split: Split) -> Iterator[Solved]:
+        for each in products(count, seed, split):
+            yield Solved(each.question, each.question, each.answer, None, agent={"agent_name": "tool_agent"})
+
+    rows = _generated_rows("products", train, val, solved)
     conversations = []
-    for row, product in zip(rows["train"], made["train"], strict=True):
+    for row, product in zip(rows["train"], products(train, seed, Split.train), strict=True):
         said = "\n".join(each["content"] for each in product.conversation[1:])
         info = row["extra_info"] | {"split": "sft", "answer": said}
         conversations.append(row | {"messages": product.conversation, "agent_name": None, "extra_info": info})
@@ -310,15 +313,24 @@ def product_rows(train: int, val: int, seed: int) -> dict[str, list[DatasetRow]]
 
 def square_rows(train: int, val: int, seed: int) -> dict[str, list[DatasetRow]]:
     """Generated pictures (``squares``), ``train`` and ``val`` of them; no picture is in both."""
-    made = {"train": squares(train, seed, Split.train), "val": squares(val, seed, Split.validation)}
-    rows = {}
-    for split, pictures in made.items():
-        solved = [
-            Solved(QUESTION, QUESTION, each.answer, f"#### {each.answer}", images=[{"bytes": each.png, "path": None}])
-            for each in pictures
-        ]
-        rows[split] = [_row("squares", split, index, each) for index, each in enumerate(solved)]
-    return rows
+
+    def solved(count: int, split: Split) -> Iterator[Solved]:
+        for each in squares(count, seed, split):
+            images = [{"bytes": each.png, "path": None}]
+            yield Solved(QUESTION, QUESTION, each.answer, f"#### {each.answer}", images=images)
+
+    return _generated_rows("squares", train, val, solved)
+
+
+def _generated_rows(
+    data_source: str, train: int, val: int, solved: Callable[[int, Split], Iterable[Solved]]
+) -> dict[str, list[DatasetRow]]:
+    """The rows of both splits.  solved: makes so many problems of a split."""
+    counts = {"train": (train, Split.train), "val": (val, Split.validation)}
+    return {
+        name: [_row(data_source, name, index, each) for index, each in enumerate(solved(*asked))]
+        for name, asked in counts.items()
+    }
 
 
 def write_rows(rows: Sequence[DatasetRow], path: Path) -> None:
@@ -373,11 +385,6 @@ def _row(data_source: str, split: str, index: int, solved: Solved) -> DatasetRow
         **({"images": list(solved.images)} if solved.images else {}),
         **(solved.agent or {}),
     }
-
-
-def _product_row(split: str, index: int, product: Product) -> DatasetRow:
-    solved = Solved(product.question, product.question, product.answer, None)
-    return _row("products", split, index, solved) | {"agent_name": "tool_agent"}
 
 
 def _solved(dataset: Dataset, record: Record, problems: list[str]) -> Solved | None:

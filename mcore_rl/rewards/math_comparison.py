@@ -44,16 +44,15 @@ class Comparison:
             return True
         if isinstance(gold, Number) and isinstance(answer, Number):
             return self._same_number(gold, answer)
-        if isinstance(gold, LetterChoice) or isinstance(answer, LetterChoice):
-            return self._same_choice(gold, answer)
-        if isinstance(gold, Rounded) or isinstance(answer, Rounded):
-            return self._same_rounded(gold, answer)
-        if isinstance(gold, Measure) or isinstance(answer, Measure):
-            return self._same_measure(gold, answer)
-        if isinstance(gold, Named) or isinstance(answer, Named):
-            return self._same_named(gold, answer)
-        if isinstance(gold, Relation) or isinstance(answer, Relation):
-            return self._same_relation(gold, answer)
+        for kind, compare in (
+            (LetterChoice, self._same_choice),
+            (Rounded, self._same_rounded),
+            (Measure, self._same_measure),
+            (Named, self._same_named),
+            (Relation, self._same_relation),
+        ):
+            if isinstance(gold, kind) or isinstance(answer, kind):
+                return compare(gold, answer)
         return self._same_structure(gold, answer)
 
     def _same_structure(self, gold: Form, answer: Form) -> bool:
@@ -65,7 +64,7 @@ class Comparison:
             return self.same(_alone(gold) or gold, _alone(answer) or answer)
         if any(isinstance(each, Items) and each.brackets not in ("u", "{}") for each in (gold, answer)):
             return False
-        return algebra_equal(latex_of(gold), latex_of(answer))
+        return _same_algebra(gold, answer)
 
     def _same_leaf(self, gold: Form, answer: Form) -> bool:
         if isinstance(gold, Words) and isinstance(answer, Words):
@@ -149,11 +148,9 @@ class Comparison:
         if isinstance(gold, Named) and isinstance(answer, Named):
             if gold.name == answer.name and self.same(gold.value, answer.value):
                 return True
-            return algebra_equal(latex_of(gold), latex_of(answer))
-        if isinstance(gold, Expression) and "=" in gold.latex:
-            return algebra_equal(latex_of(gold), latex_of(answer))
-        if isinstance(answer, Expression) and "=" in answer.latex:
-            return algebra_equal(latex_of(gold), latex_of(answer))
+            return _same_algebra(gold, answer)
+        if any(isinstance(each, Expression) and "=" in each.latex for each in (gold, answer)):
+            return _same_algebra(gold, answer)
         return self.same(
             gold.value if isinstance(gold, Named) else gold, answer.value if isinstance(answer, Named) else answer
         )
@@ -162,12 +159,10 @@ class Comparison:
         if isinstance(gold, Relation):
             if isinstance(answer, Relation):
                 return gold.variable == answer.variable and self.same(gold.interval, answer.interval)
-            return self.same(gold.interval, answer) or (
-                isinstance(answer, Expression) and algebra_equal(latex_of(gold), latex_of(answer))
-            )
+            return self.same(gold.interval, answer) or (isinstance(answer, Expression) and _same_algebra(gold, answer))
         assert isinstance(answer, Relation)
         if isinstance(gold, Expression):
-            return algebra_equal(latex_of(gold), latex_of(answer))
+            return _same_algebra(gold, answer)
         # Where (1, 2) may be a point, an inequality does not answer the question.
         is_interval = answer.in_set or (isinstance(gold, Items) and gold.is_interval)
         return is_interval and self.same(gold, answer.interval)
@@ -177,7 +172,7 @@ class Comparison:
         if gold.brackets != answer.brackets and not loose:
             return False
         if len(gold.items) != len(answer.items):
-            return gold.brackets == "u" and algebra_equal(latex_of(gold), latex_of(answer))
+            return gold.brackets == "u" and _same_algebra(gold, answer)
         if gold.is_ordered or answer.is_ordered:
             return all(self.same(g, a) for g, a in zip(gold.items, answer.items, strict=True))
         return self._same_in_any_order(gold.items, answer.items)
@@ -216,6 +211,10 @@ def _in_base(measure: Measure) -> Fraction | None:
         return None
     unit: Unit = measure.unit
     return measure.quantity.value * unit.factor**unit.power
+
+
+def _same_algebra(gold: Form, answer: Form) -> bool:
+    return algebra_equal(latex_of(gold), latex_of(answer))
 
 
 def latex_of(form: Form) -> str:
