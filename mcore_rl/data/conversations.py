@@ -11,18 +11,15 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
 from mcore_rl.config.data import SftDataConfig, TrainedTurns, Truncation
 from mcore_rl.data.media.placed import Placed
-from mcore_rl.data.prompts import described_pictures, kept_media, truncated
+from mcore_rl.data.prompts import PicturedRows, PlacedReading, described_pictures, kept_media, truncated
 from mcore_rl.data.rows import (
     MESSAGES,
     NO_UTF8,
     Ragged,
-    Reading,
     SourceFile,
     clean_messages,
     column_problems,
@@ -60,16 +57,14 @@ class Conversation:
 
 
 @dataclass(kw_only=True)
-class _Reading(Reading):
+class _Reading(PlacedReading):
     """The state of reading files: usable rows, and problems."""
 
     mask: Ragged = field(default_factory=Ragged)
-    places: list[tuple[int, int]] = field(default_factory=list)  # file, row of its table
-    media: list[tuple[Placed, ...]] = field(default_factory=list)  # of each conversation, where pictures are read
     untrained: list[str] = field(default_factory=list)
 
 
-class ConversationSet:
+class ConversationSet(PicturedRows):
     """Conversations by number, from 0.
 
     num_truncated: conversations cut to ``max_length``.  num_left_out: cut ones without a trained token left.
@@ -84,16 +79,14 @@ class ConversationSet:
         title: str,
         pictures: PictureReader | None,
     ) -> None:
+        super().__init__([] if pictures is None else files, reading, title, pictures)
         reading.tokens.close()
         reading.mask.close()
-        self.title = title
         self.num_truncated = len(reading.too_long)
         self.num_left_out = len(reading.untrained)
         self._reading = reading
         self._config = config
         self._ids = [files[number].row_id(row) for number, row in reading.places]
-        self._files = [] if pictures is None else files  # pictures are read again when they are trained
-        self.pictures = pictures
 
     @classmethod
     def load(
@@ -153,26 +146,8 @@ class ConversationSet:
 
     def __getitem__(self, index: int) -> Conversation:
         mask = tuple(self._reading.mask[index].astype(bool).tolist())
-        media = self._reading.media[index] if self._reading.media else ()
+        media = self._media[index] if self._media else ()
         return Conversation(self._ids[index], tuple(self._reading.tokens[index].tolist()), mask, media)
-
-    def patches(self, index: int, place: int) -> NDArray[np.uint8]:
-        """The patches of picture ``place`` of a conversation, made anew.
-
-        DataError: its file is not what it was at the beginning, or is damaged.
-        """
-        number, row = self._reading.places[index]
-        file = self._files[number]
-        assert self.pictures is not None, "a conversation without pictures"
-        try:
-            return self.pictures.patches(file.record(row), file.folder, self._reading.media[index], place)
-        except ValueError as error:
-            raise DataError(self.title, [f"{self._ids[index]}: {error}"]) from error
-
-    @property
-    def media(self) -> Sequence[tuple[Placed, ...]]:
-        """The pictures of every conversation; empty where none are read."""
-        return self._reading.media
 
     @property
     def lengths(self) -> list[int]:
@@ -191,7 +166,7 @@ class ConversationSet:
         if self.num_truncated:
             cut = f"{self.num_truncated:,} cut to {self._config.max_length} tokens ({self._config.truncation.value})"
             line += f"; {cut}, of which {self.num_left_out:,} left out without a trained token"
-        return line + described_pictures(self._reading.media)
+        return line + described_pictures(self._media)
 
 
 def _take(

@@ -100,7 +100,52 @@ class PromptRow:
 
 
 @dataclass(kw_only=True)
-class _Reading(Reading):
+class PlacedReading(Reading):
+    """A reading of rows that may have pictures.  places: (file, row of its table) of each.
+
+    media: the pictures of each, where they are read.
+    """
+
+    places: list[tuple[int, int]] = field(default_factory=list)
+    media: list[tuple[Placed, ...]] = field(default_factory=list)
+
+
+class PicturedRows:
+    """Rows whose pictures are read again each time they are trained.
+
+    title: the key that names the files.  pictures: what read their pictures; None: they have none.
+    """
+
+    def __init__(
+        self, files: list[SourceFile], reading: PlacedReading, title: str, pictures: PictureReader | None
+    ) -> None:
+        self.title = title
+        self.pictures = pictures
+        self._files = files
+        self._places = reading.places
+        self._media = reading.media
+
+    @property
+    def media(self) -> Sequence[tuple[Placed, ...]]:
+        """The pictures of every row; empty where none are read."""
+        return self._media
+
+    def patches(self, index: int, place: int) -> NDArray[np.uint8]:
+        """The patches of picture ``place`` of a row, made anew.
+
+        DataError: its file is not what it was at the beginning, or is damaged.
+        """
+        number, row = self._places[index]
+        file = self._files[number]
+        assert self.pictures is not None, "a row without pictures"
+        try:
+            return self.pictures.patches(file.record(row), file.folder, self._media[index], place)
+        except ValueError as error:
+            raise DataError(self.title, [f"{file.row_id(row)}: {error}"]) from error
+
+
+@dataclass(kw_only=True)
+class _Reading(PlacedReading):
     """The state of reading files: how it is done (see ``PromptSet.load``), usable rows, and problems."""
 
     config: DataConfig
@@ -110,13 +155,11 @@ class _Reading(Reading):
     answer_reader: AnswerReader | None = None
     pictures: PictureReader | None = None
     answers: Ragged = field(default_factory=Ragged)  # of each prompt, where they are read
-    places: list[tuple[int, int]] = field(default_factory=list)  # file, row of its table
-    media: list[tuple[Placed, ...]] = field(default_factory=list)  # of each prompt, where pictures are read
     long_answers: list[str] = field(default_factory=list)  # ids
     longest_answer: int = 0
 
 
-class PromptSet:
+class PromptSet(PicturedRows):
     """Prompts by number, from 0.
 
     num_rows: rows read.  num_left_out, num_truncated: rows left out, or cut, since their prompt exceeds
@@ -125,20 +168,16 @@ class PromptSet:
     """
 
     def __init__(self, files: list[SourceFile], reading: _Reading, title: str) -> None:
+        super().__init__(files, reading, title, reading.pictures)
         reading.tokens.close()
         reading.answers.close()
-        self.title = title
         self.num_rows = sum(len(file.numbers) for file in files)
         too_long = len({*reading.too_long, *reading.long_answers})
         self.num_left_out = too_long if reading.config.filter_overlong_prompts else 0
         self.num_truncated = 0 if reading.config.filter_overlong_prompts else too_long
-        self._files = files
         self._config = reading.config
         self._tokens = reading.tokens
         self._answers = reading.answers
-        self._places = reading.places
-        self._media = reading.media
-        self.pictures = reading.pictures
 
     @classmethod
     def load(
@@ -234,21 +273,6 @@ class PromptSet:
             answer=tuple(self._answers[index].tolist()) if len(self._answers) else (),
             media=self._media[index] if self._media else (),
         )
-
-    @property
-    def media(self) -> Sequence[tuple[Placed, ...]]:
-        """The pictures of every prompt; empty where none are read."""
-        return self._media
-
-    def patches(self, index: int, place: int) -> NDArray[np.uint8]:
-        """The patches of picture ``place`` of a prompt, made anew.  DataError: see ``image_files``, or it is broken."""
-        number, row = self._places[index]
-        file = self._files[number]
-        assert self.pictures is not None, "a prompt without pictures"
-        try:
-            return self.pictures.patches(file.record(row), file.folder, self._media[index], place)
-        except ValueError as error:
-            raise DataError(self.title, [f"{file.row_id(row)}: {error}"]) from error
 
     def image_files(self, index: int) -> list[bytes]:
         """The files of a prompt's pictures, read again.  DataError: one is not what it was when the run began."""
