@@ -20,6 +20,7 @@ def test_features_are_numbered_within_their_sequence() -> None:
         mask_T=torch.zeros(12, dtype=torch.bool),
     )
     made = with_pictures(batch, media)
+    assert made.feature_T is not None and made.positions_T3 is not None
     assert made.feature_T.tolist() == [-1, 0, 1, -1, 2, -1, -1, -1, -1, -1, 0, 1]
     assert made.feature_T.dtype == made.positions_T3.dtype == torch.int32
     picture, other = Picture("a", 2, 4, 2), Picture("b", 2, 2, 1)
