@@ -24,7 +24,7 @@ from mcore_rl.config.judge import JudgeConfig
 from mcore_rl.config.run import RunConfig
 from mcore_rl.controller.lifecycle.fault_tolerance import EngineRestarter
 from mcore_rl.controller.lifecycle.messages import warn
-from mcore_rl.controller.lifecycle.run_contents import Sums
+from mcore_rl.controller.lifecycle.resume_check import Sums
 from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.episodes import FinishReason
 from mcore_rl.errors import (
