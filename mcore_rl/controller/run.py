@@ -9,14 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-from torch import Tensor
-
 from mcore_rl.algorithms.role_loss import RoleLoss
-from mcore_rl.config.engine import SharePrompts
 from mcore_rl.config.run import RunConfig
-from mcore_rl.config.stages import Pass, StepStage, Update
+from mcore_rl.config.stages import StepStage
 from mcore_rl.config.step_plan import step_plan
 from mcore_rl.config.trainer import ASYNC
 from mcore_rl.controller.lifecycle.device_sharing import Devices
@@ -25,26 +20,19 @@ from mcore_rl.controller.lifecycle.messages import warn
 from mcore_rl.controller.lifecycle.preparation import Prepared
 from mcore_rl.controller.lifecycle.run_checkpoints import Progress
 from mcore_rl.controller.lifecycle.saving import WriteMore
-from mcore_rl.controller.lifecycle.weight_sync import WeightSync
-from mcore_rl.controller.rollouts.recording import Recorder, scheduled_step
-from mcore_rl.controller.rollouts.replay import ReplaySource
+from mcore_rl.controller.rollouts.recording import Recorder, ReplaySource
 from mcore_rl.controller.rollouts.rollout_source import Ahead, RolloutSource
 from mcore_rl.controller.rollouts.stream import RolloutStream, drawing_of
-from mcore_rl.controller.step import updates
 from mcore_rl.controller.step.guards import Guards
 from mcore_rl.controller.step.metrics import rates
-from mcore_rl.controller.step.pixels import StepPictures, step_pictures
 from mcore_rl.controller.step.preemption import Preempted
 from mcore_rl.controller.step.rollout_collection import CollectProgress, RolloutBatch, RolloutCollector
-from mcore_rl.controller.step.samples import sample_rows
-from mcore_rl.controller.step.thumbnails import OF_A_STEP, OF_A_VALIDATION, Thumbnails
+from mcore_rl.controller.step.samples import OF_A_STEP, OF_A_VALIDATION, Thumbnails, sample_rows
 from mcore_rl.controller.step.validation import overall, validate
 from mcore_rl.controller.training_run import TrainingRun
-from mcore_rl.data.media.placed import Placed
 from mcore_rl.data.prompts import PromptRow, PromptSet
-from mcore_rl.data.rows import named
 from mcore_rl.episodes import Episode
-from mcore_rl.errors import AlarmError, DataError
+from mcore_rl.errors import AlarmError
 from mcore_rl.parallel.device import Platform
 from mcore_rl.runtime.train_group import TrainGroup
 from mcore_rl.tracking.jsonl import read_metrics
@@ -52,15 +40,11 @@ from mcore_rl.tracking.samples import Kind
 from mcore_rl.tracking.sinks import Tracker
 
 
-def _keys(media: Sequence[Placed]) -> set[str]:
-    return {each.image.sha256 for each in media}
-
-
 class Run(TrainingRun[RunConfig, Prepared]):
     """One run of ``mcore-rl train``; made by ``open_run``, or by ``open_replay`` without engines.
 
-    losses: of each role that is trained.  collector, weights: None where there are no engines.
-    sharing: the roles whose engines share prompts, once they were asked.
+    losses: of each role that is trained.  collector: None where there are no engines.
+    sharing: the roles whose engines share prompts, once ``train`` has asked them.
     """
 
     sharing: frozenset[str] = frozenset()
@@ -74,12 +58,12 @@ class Run(TrainingRun[RunConfig, Prepared]):
         groups: Mapping[str, TrainGroup],
         collector: RolloutCollector | None,
         devices: Devices,
-        weights: WeightSync | None,
         elastic: ElasticEngines | None = None,
         ahead: Ahead | None = None,
     ) -> None:
         super().__init__(config, platform, tracker, prepared, groups)
-        self.collector, self.devices, self.weights = collector, devices, weights
+        self.collector = collector
+        self.devices = devices
         self.elastic: AbstractAsyncContextManager[object] = elastic or nullcontext()
         self.recorder = Recorder(self.directory, warn=warn)
         self.thumbnails = Thumbnails(self.directory, warn=warn)
@@ -90,12 +74,6 @@ class Run(TrainingRun[RunConfig, Prepared]):
         self.num_drawn = self.num_tokens = 0  # responses, and tokens that were trained, of the last step
         self.losses: dict[str, RoleLoss] = {role.name: config.loss_of(role) for role in config.trained_rows}
         self._plans = {trains: step_plan(config, trains_policy=trains) for trains in (True, False)}
-
-    async def ask_who_shares(self) -> None:
-        """Notes which roles' engines share prompts; those of ``share_prompts=auto`` say so."""
-        configs = {role.name: self.config.role_config(role) for role in self.config.group_rows}
-        asked = [name for name, each in configs.items() if each.share_prompts is not SharePrompts.off]
-        self.sharing = frozenset([name for name in asked if await self.groups[name].shares_prompts()])
 
     def _rollouts(self, ahead: Ahead | None) -> RolloutSource | RolloutStream | ReplaySource:
         """What hands each step its rollouts, in ``trainer.mode`` and with ``rollout.partial``."""
@@ -120,27 +98,9 @@ class Run(TrainingRun[RunConfig, Prepared]):
         """The workers whose weights the engines draw with."""
         return self.groups[self.config.policy.name]
 
-    def updates_policy(self, step: int) -> bool:
-        """Whether ``step`` trains the policy: not while its critic warms up."""
-        return step > self.config.trainer.critic_warmup
-
     def plan(self, step: int) -> tuple[StepStage, ...]:
-        """The stages of ``step``, in order."""
-        return self._plans[self.updates_policy(step)]
-
-    def minibatches(self, group_S: Tensor, step: int) -> dict[str, list[list[int]]]:
-        """For each trained role, the sequences of each of its optimizer steps.  See ``updates.minibatches``."""
-        data = self.config.data
-        return {
-            role.name: updates.minibatches(
-                group_S, self.config.trained_config(role), data.train_batch_size, data.seed + step
-            )
-            for role in self.config.trained_rows
-        }
-
-    def temperature(self, stage: Pass | Update) -> float:
-        """At which the log-probs of ``stage`` are: that of the sampling, but for models that reward."""
-        return self.config.rollout.temperature if stage.sampled else 1.0
+        """The stages of ``step``, in order: the policy is not trained while its critic warms up."""
+        return self._plans[step > self.config.trainer.critic_warmup]
 
     @property
     def epoch(self) -> float:
@@ -181,28 +141,6 @@ class Run(TrainingRun[RunConfig, Prepared]):
         assert self.prepared.train is not None
         return replace(self.prepared.train[number], epoch=epoch)
 
-    async def pictures_of(self, episodes: Sequence[Episode]) -> StepPictures | None:
-        """The pictures of the episodes' rows, in Ray's store; None: models are given none.
-
-        DataError: a picture cannot be read, or is another one than was drawn with.
-        """
-        if not self.config.sees_pictures:
-            return None
-        train = self.prepared.train
-        shelf = self.prepared.shelf
-        assert train is not None and shelf is not None, "a step trains rows"
-        media = {each.row.number: each.row.media for each in episodes}
-        changed = [each.row.id for each in episodes if not _keys(each.media) <= _keys(each.row.media)]
-        if changed:
-            problem = f"{named(list(dict.fromkeys(changed)))}: drawn with other pictures than the files hold now"
-            raise DataError(train.title, [f"{problem}. Bring back the files of then, or begin the run anew"])
-        model = self.prepared.models[self.config.policy.name]
-
-        def read(number: int, place: int) -> NDArray[np.uint8]:
-            return shelf.patches(media[number][place].image.sha256)
-
-        return await step_pictures(self.policy, read, media, model, trained=self.config.actor.trains_tower)
-
     def reporting(self, what: str) -> CollectProgress:
         """A callback that shows how many episodes are finished."""
         return lambda done, of: self.tracker.now(what, done, of)
@@ -226,22 +164,6 @@ class Run(TrainingRun[RunConfig, Prepared]):
         self.tracker.samples(step, kind, partial(sample_rows, step, episodes, self.tokenizer))
         if self.config.sees_pictures and prompts is not None:
             self.thumbnails.begin(prompts, episodes, most)
-
-    async def keep_order(
-        self,
-        step: int,
-        rollouts: RolloutBatch,
-        place: Mapping[str, Any],
-        trained: Sequence[int],
-        num_updates: Mapping[str, int],
-    ) -> None:
-        """Writes the step's line of the ledger, once its rollouts are recorded.
-
-        place: of ``keep_rollouts``.  trained: the trained tokens of each response.  num_updates: of each trained role.
-        """
-        await self.recorder.end(step)
-        line = scheduled_step(self.config, step, rollouts, place, trained, num_updates, self.prepared.settings_sum)
-        self.tracker.schedule(line)
 
     async def validate(self, step: int) -> dict[str, float]:
         """Metrics of validation; exports the weights if this validation is the best so far."""
@@ -276,12 +198,6 @@ class Run(TrainingRun[RunConfig, Prepared]):
         """Tokens and samples a second, of generation and of training."""
         epochs = self.config.trained_config(self.config.policy).ppo_epochs
         return rates(metrics, seconds, self.num_drawn, self.num_tokens * epochs)
-
-    @property
-    def validates_first(self) -> bool:
-        """Whether it validates before the first step: a fresh run, or one that does nothing else."""
-        trainer = self.config.trainer
-        return trainer.val_only or (trainer.val_before_train and self.progress.step == 0)
 
     def progress_now(self) -> Progress:
         """How far the run is, with its place in the data and the state of the KL controller."""

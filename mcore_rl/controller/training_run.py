@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -28,7 +28,6 @@ from mcore_rl.controller.lifecycle.run_checkpoints import Progress
 from mcore_rl.controller.lifecycle.saving import Saver, WriteMore, write_nothing
 from mcore_rl.controller.lifecycle.start_plan import write_plan
 from mcore_rl.controller.step.preemption import Preempted, Preemption
-from mcore_rl.controller.step.profiling import profiled
 from mcore_rl.controller.step.utilization import device_peak, host_use, utilization
 from mcore_rl.errors import CheckpointError, RunDirectoryError
 from mcore_rl.parallel.device import Platform
@@ -82,9 +81,10 @@ class TrainingRun(ABC, Generic[C, P]):
         return self.prepared.num_steps
 
     @property
-    @abstractmethod
     def validates_first(self) -> bool:
-        """Whether it validates before the first step."""
+        """Whether it validates before the first step: a fresh run, or one that does nothing else."""
+        trainer = self.config.trainer
+        return trainer.val_only or (trainer.val_before_train and self.progress.step == 0)
 
     @abstractmethod
     async def validate(self, step: int) -> dict[str, float]:
@@ -143,9 +143,20 @@ class TrainingRun(ABC, Generic[C, P]):
             seconds["perf/trainer_idle_share"] = max(0.0, 1 - busy / whole) if whole > 0 else 0.0
         return seconds, taken
 
-    def profiled(self, step: int) -> AbstractAsyncContextManager[None]:
-        """Within: torch's profiler traces every training process, if ``trainer.profile_steps`` names the step."""
-        return profiled([*self.groups.values()], step, self.config.trainer)
+    @asynccontextmanager
+    async def profiled(self, step: int) -> AsyncIterator[None]:
+        """Within: torch's profiler traces every training process, if ``trainer.profile_steps`` names the step.
+
+        On exit, writes ``profiles/step_N/ROLE-rank-R.json`` in the run directory; a step that fails writes none.
+        """
+        if step not in self.config.trainer.profile_steps:
+            yield
+            return
+        for group in self.groups.values():
+            await group.start_profile()
+        yield
+        for group in self.groups.values():
+            await group.stop_profile(self.directory / "profiles" / f"step_{step}")
 
     def progress_now(self) -> Progress:
         """How far the run is, with its place in the data."""

@@ -106,7 +106,7 @@ class Impatient(Watchdog):
 
 async def stop_the_engine(run: Run) -> DeadEngineError:
     """And wake it."""
-    (engine,) = run.weights._updater.engines.values()
+    (engine,) = run.devices._weights._updater.engines.values()
     assert isinstance(engine, EngineClient)
     engine.hang_watch.watchdog = Impatient(WatchdogConfig())
     for each in holders_of(run.directory / "logs" / "engine-0.log"):

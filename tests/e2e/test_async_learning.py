@@ -88,10 +88,10 @@ async def take(started: Run, folder: Path, name: str, *overrides: str) -> Outcom
         recover=raised,
         interrupt=pool.interrupt,
     )
-    groups, devices, weights = started.groups, started.devices, started.weights
+    groups, devices = started.groups, started.devices
     source = ahead if trains_stale(config) else None
     with Tracker.open(directory, config.trainer, {"name": name}, STEPS) as tracker:
-        run = Run(config, platform, tracker, prepared, groups, collector, devices, weights, ahead=source)
+        run = Run(config, platform, tracker, prepared, groups, collector, devices, ahead=source)
         return await outcome(run)
 
 

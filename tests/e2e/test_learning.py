@@ -92,7 +92,6 @@ class Course:
                 groups,
                 collector,
                 started.devices,
-                started.weights,
                 started.elastic,
             )
             if flipped:

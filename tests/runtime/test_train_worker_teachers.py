@@ -26,7 +26,7 @@ from mcore_rl.config.parallel import parse_layout
 from mcore_rl.config.role import Head
 from mcore_rl.config.role_table import TEACHER_HIDDEN, TEACHER_SCORED
 from mcore_rl.config.roles import snapshot_of
-from mcore_rl.controller.step.teaching import assignments
+from mcore_rl.controller.step.updates import assignments
 from mcore_rl.parallel.launch import Rank
 from mcore_rl.runtime.shard import WorkerInput
 from mcore_rl.runtime.train_worker import TrainWorker

@@ -1,4 +1,4 @@
-"""The life of a run around its steps: checks, start, checkpoints, preemption, faults, the end.
+"""The life of a run around its steps: checks, start, checkpoints, faults, the end.
 
-Read ``start.py`` first: it opens a run and closes it again.
+Read ``preparation.py`` first, which says what a run reads and checks before a process starts.
 """

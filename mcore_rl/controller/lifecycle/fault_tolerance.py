@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -18,11 +19,12 @@ from typing import Protocol, TypeVar
 from mcore_rl.config.offline import OfflineConfig
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.trainer import ResumeMode
-from mcore_rl.controller.lifecycle.messages import stop_explained, warn
+from mcore_rl.controller.lifecycle.messages import warn
 from mcore_rl.controller.lifecycle.run_checkpoints import complete_checkpoints, how_to_go_on
 from mcore_rl.controller.step.preemption import Preempted
 from mcore_rl.errors import DeadEngineError, DeadWorkerError
 from mcore_rl.runtime.engine_client import EngineClient
+from mcore_rl.tracking.messages import say
 
 C = TypeVar("C", bound=RunConfig | OfflineConfig)
 T = TypeVar("T")
@@ -166,6 +168,16 @@ async def run_with_restarts(config: C, attempt: Callable[[C], Awaitable[T]]) -> 
                 raise Preempted(f"{left}. {how_to_go_on(directory)}") from None
             except DeadWorkerError as error:
                 config = await deaths.answer(error, config)
+
+
+@contextmanager
+def stop_explained(run_dir: Path) -> Iterator[None]:
+    """While active: Ctrl-C shows how to continue the run, before its exception goes on."""
+    try:
+        yield
+    except (asyncio.CancelledError, KeyboardInterrupt):
+        say(how_to_go_on(run_dir))
+        raise
 
 
 async def _is_alive(engine: EngineClient) -> bool:

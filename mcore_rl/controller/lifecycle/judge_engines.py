@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mcore_rl.config.judge import JudgeConfig
 from mcore_rl.controller.lifecycle.fixed_engines import JUDGE, FixedEngines
-from mcore_rl.controller.lifecycle.run_contents import Sums
+from mcore_rl.controller.lifecycle.resume_check import Sums
 from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.episodes import FinishReason
 from mcore_rl.errors import (

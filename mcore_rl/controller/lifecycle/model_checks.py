@@ -1,9 +1,13 @@
-"""Checks whether a checkpoint's model can be trained and sampled as configured: tensors, layouts, lengths, batches."""
+"""Prepares a checkpoint's model, and checks whether it can be trained and sampled as configured.
+
+The checks are of tensors, layouts, lengths and batches.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
@@ -25,14 +29,17 @@ from mcore_rl.config.role_groups import POLICY
 from mcore_rl.config.roles import BY_SOURCE, AdaptedConfig, RoleConfig, Teachers
 from mcore_rl.config.rollout import BYTES, POSITIONS, context_violations, rollout_violations
 from mcore_rl.config.run import RunConfig
+from mcore_rl.config.trainer import PolicyModelConfig
+from mcore_rl.controller.lifecycle.messages import note
 from mcore_rl.data.media.placed import Placed
 from mcore_rl.data.packing import budget_violations
 from mcore_rl.data.pairs import MEMBERS
 from mcore_rl.data.rows import named
 from mcore_rl.data.tokenizer import vocabulary_difference
 from mcore_rl.errors import CheckpointError, DataError, Violation
+from mcore_rl.families.config_changes import ConfigChanges
 from mcore_rl.families.config_json import read_config
-from mcore_rl.families.registry import model_of
+from mcore_rl.families.registry import model_of, unread_fields
 from mcore_rl.families.text_part import text_part_of
 from mcore_rl.families.towers import PICTURES
 from mcore_rl.parallel.context import padded_rows
@@ -41,6 +48,34 @@ from mcore_rl.weights.adapter_table import AdapterTable, target_violations
 from mcore_rl.weights.rollout_adapters import RolloutAdapterTable, published_form, published_violations
 from mcore_rl.weights.rollout_table import RolloutTable
 from mcore_rl.weights.table import Table
+
+
+def prepare_model(model: PolicyModelConfig, directory: Path, *, pictures: bool = False) -> None:
+    """Make ``directory`` the view of ``model.path`` where config.json is changed, and note what is read in part.
+
+    directory: that which every reader reads; ``model.path`` itself where nothing is changed.  pictures: whether a
+    vision tower is read, too.
+
+    Raises CheckpointError: no readable config.json, or the view cannot be written.  ConfigError: a change that nobody
+    would read; a family or a field that is not supported.
+    """
+    source = Path(model.path)
+    if model.is_changed:
+        changes = ConfigChanges.of(model)
+        _say(f"{source}: config.json is read with changes: {changes.describe(read_config(source))}")
+        changes.view(source, directory)
+    if not pictures and (part := text_part_of(read_config(directory))):
+        rest = " and ".join(f"{name}*" for name in part.rest)
+        trained = f"the text part, {part.text_architecture}, is trained and drawn from"
+        _say(f"{source}: {part.architecture}: {trained}; {rest} are left as they are, and exported with it")
+    if unread := unread_fields(read_config(directory)):
+        said = "neither transformers nor vLLM reads these fields of config.json for this model, and they change nothing"
+        _say(f"{source}: {said}: {', '.join(unread)}")
+
+
+@cache  # once, though a run prepares again after every restart
+def _say(text: str) -> None:
+    note(text)
 
 
 def sight_violations(config: RunConfig | OfflineConfig) -> Iterator[Violation]:

@@ -44,18 +44,19 @@ from mcore_rl.controller.lifecycle.model_checks import (
     demand_weights,
     model_run_violations,
     patch_violations,
+    prepare_model,
     sight_violations,
     teacher_violations,
     unit_violations,
     vocabulary_violations,
 )
-from mcore_rl.controller.lifecycle.model_directory import prepare_model
 from mcore_rl.controller.lifecycle.replay_check import settings_sum
 from mcore_rl.controller.lifecycle.resume_check import Identity
 from mcore_rl.controller.lifecycle.run_checkpoints import Progress, complete_checkpoints
 from mcore_rl.controller.rollouts.kept_draws import KeptDraws
 from mcore_rl.controller.step.reward_model import Encoder, prepare_encoder, template_problem
 from mcore_rl.data.answers import OwnAnswers
+from mcore_rl.data.media.placed import Placed
 from mcore_rl.data.media.prompts import PictureReader, picture_reader
 from mcore_rl.data.prompts import PromptRow, PromptSet
 from mcore_rl.data.rows import named
@@ -73,6 +74,7 @@ from mcore_rl.runtime.placement import placement_violations
 from mcore_rl.tracking.run_directory import finished_step
 
 A = TypeVar("A", bound=AdaptedConfig)
+S = TypeVar("S", str, str | None)
 
 
 @dataclass(kw_only=True)
@@ -124,17 +126,22 @@ class Prepared(PreparedRun):
 
 
 def to_resume(
-    config: RunConfig | OfflineConfig, identity: Identity, sampler: PromptSampler
-) -> tuple[Path | None, Progress]:
-    """The checkpoint to resume from, if any; moves ``sampler`` to its place.  Raises as ``Identity.check``."""
+    config: RunConfig | OfflineConfig, sampler: PromptSampler, media: Sequence[Sequence[Placed]]
+) -> tuple[Identity, Path | None, Progress]:
+    """(what the run is, the checkpoint to resume from if any, its progress); moves ``sampler`` to the place there.
+
+    media: the pictures of each training row.  Raises as ``Identity.check``.
+    """
+    trained = [role.name for role in config.role_rows if role.trains]
+    identity = Identity.of(as_dict(config), trained, weights_of_roles(config), media)
     checkpoint = run_checkpoints.to_resume(config.trainer, warn)
     if checkpoint is None:
-        return None, Progress()
+        return identity, None, Progress()
     identity.check(checkpoint)
     progress = run_checkpoints.read_progress(checkpoint)
     if not config.trainer.val_only:
         sampler.load_state_dict(progress.sampler)
-    return checkpoint, progress
+    return identity, checkpoint, progress
 
 
 class FinishedError(ConfigError):
@@ -184,42 +191,45 @@ def models_of(config: RunConfig) -> dict[str, Path]:
 def complete(config: RunConfig, platform: Platform) -> RunConfig:
     """``config`` with the defaults that follow from other fields and from ``platform``, and with absolute paths."""
     config = with_replicas(config, on_accelerators=platform.is_accelerator)
-    path = str(Path(config.model.path).resolve()) if config.model.path else ""
-    place = config.trainer.default_local_dir and str(Path(config.trainer.default_local_dir).resolve())
-    replayed = config.trainer.replay and str(Path(config.trainer.replay).resolve())
     longest = float(config.data.max_response_length)
     served = config.reward.judge
     judge, room = config.reward_model, config.data.max_prompt_length + config.data.max_response_length
     roles = {role.name: _complete_role(config.role_config(role), longest) for role in config.group_rows}
     return replace(
         config.with_groups(roles),
-        model=replace(config.model, path=path),
-        trainer=replace(config.trainer, default_local_dir=place, replay=replayed),
+        model=replace(config.model, path=absolute(config.model.path)),
+        trainer=replace(
+            config.trainer,
+            default_local_dir=absolute(config.trainer.default_local_dir),
+            replay=absolute(config.trainer.replay),
+        ),
         reward=replace(
             config.reward, judge=replace(served, path=served.path and str(Path(served.path).expanduser().resolve()))
         ),
         reward_model=replace(
             judge,
-            model=replace(judge.model, path=judge.model.path and str(Path(judge.model.path).resolve())),
+            model=replace(judge.model, path=absolute(judge.model.path)),
             max_length=room if judge.max_length is None else judge.max_length,
         ),
     )
 
 
+def absolute(path: S) -> S:
+    """``path`` as it means the same in every process; one that is not set stays so."""
+    return path and str(Path(path).resolve())
+
+
 def with_absolute_adapters(config: A) -> A:
-    """``config``, whose adapters' path means the same in every process."""
-    if config.lora.path is None:
-        return config
-    return replace(config, lora=replace(config.lora, path=str(Path(config.lora.path).resolve())))
+    """``config`` with its adapters' path absolute."""
+    return replace(config, lora=replace(config.lora, path=absolute(config.lora.path)))
 
 
 def _complete_role(config: RoleConfig, longest: float) -> RoleConfig:
     """longest: the most tokens of a response."""
-    if isinstance(config, (FrozenModelConfig, TrainedModelConfig)) and config.path:
-        config = replace(config, path=str(Path(config.path).resolve()))
+    if isinstance(config, (FrozenModelConfig, TrainedModelConfig)):
+        config = replace(config, path=absolute(config.path))
     if isinstance(config, TeacherConfig):
-        by_source = {source: str(Path(each).resolve()) for source, each in config.by_source.items()}
-        config = replace(config, by_source=by_source)
+        config = replace(config, by_source={source: absolute(each) for source, each in config.by_source.items()})
     if isinstance(config, AdaptedConfig):
         config = with_absolute_adapters(config)
     if isinstance(config, TrainedConfig) and config.loss_agg_constant is None:
@@ -261,13 +271,12 @@ def prepare(config: RunConfig, platform: Platform) -> Prepared:
     if train is not None and config.teachers is not None and config.teachers.by_source:
         refuse_if_any(list(teacher_violations(config.teachers, train.data_sources)))
     refuse_if_any(list(_narrow_microbatches(config, train)))
-    data, data_sources = config.data, _data_sources(config, [train, validation], encoder)
+    data_sources = _data_sources(config, rows_of(train, validation), encoder)
+    data = config.data
     sampler = PromptSampler(1 if train is None else len(train), data.seed, data.shuffle)
     num_steps = 0 if train is None else _num_steps(config, sampler)
     refuse_if_any(list(schedule_violations(config, num_steps)))
-    trained = [role.name for role in config.role_rows if role.trains]
-    identity = Identity.of(as_dict(config), trained, weights_of_roles(config), () if train is None else train.media)
-    checkpoint, progress = to_resume(config, identity, sampler)
+    identity, checkpoint, progress = to_resume(config, sampler, () if train is None else train.media)
     kl = KlController(config.algorithm.kl_ctrl)
     if checkpoint is not None:
         kl.load_state_dict(progress.kl)
@@ -360,37 +369,42 @@ def _prompts(
 
     Warns of what the chat template does with more than one turn, if a row has an agent.
     """
-    data, train, validation = config.data, None, None
+    data = config.data
+    train: PromptSet | None = None
+    validation: PromptSet | None = None
     load = partial(PromptSet.load, config=data, tokenizer=tokenizer, agents=agents, pictures=pictures)
     if not config.trainer.val_only:
-        files, title, answers = data.train_files, "data.train_files", None
-        limit = data.train_max_samples
+        answers = None
         if needs_answers(config) and data.answer_key is not None:
             ends = {*end_tokens(config.model_directory), *config.rollout.stop_token_ids}
             turns = Turns.of(tokenizer, data.chat_template_kwargs, ends=ends)
             answers = OwnAnswers(turns, data.answer_key, data.prompt_key)
-        train = load(files, max_samples=limit, title=title, answers=answers)
+        train = load(data.train_files, max_samples=data.train_max_samples, title="data.train_files", answers=answers)
     if data.val_files:
-        files, title = data.val_files, "data.val_files"
-        limit = data.val_max_samples
-        validation = load(files, max_samples=limit, title=title)
-    sets = [each for each in (train, validation) if each is not None]
-    has_agents, notes = agents.check_rows(each[index] for each in sets for index in range(len(each)))
+        validation = load(data.val_files, max_samples=data.val_max_samples, title="data.val_files")
+    has_agents, notes = agents.check_rows(rows_of(train, validation))
     if has_agents and config.actor.router_replay is RouterReplay.r3:
         problem = "an agent's episode is drawn turn by turn, and the experts of its turns are not put together"
         refuse_if_any([Violation("actor.router_replay", "r3", problem, "Write r2 or off with rows of agents")])
     compares = any(isinstance(stage, OnController) for stage in estimator(config.algorithm.adv_estimator).stages)
     if has_agents and (trains_pairs(config) or compares) and train is not None:
-        programs = [row.id for row in map(train.__getitem__, range(len(train))) if agents.loop_of_row(row) == PROGRAM]
+        programs = [row.id for row in rows_of(train) if agents.loop_of_row(row) == PROGRAM]
         problem = f"compares responses, and a program's run may have several conversations: {named(programs)}"
         remedy = "Choose an algorithm that does not, or leave these rows out"
         name = config.algorithm.adv_estimator
         refuse_if_any([Violation("algorithm.adv_estimator", name, problem, remedy)] if programs else [])
     if has_agents and pictures is not None:
-        demand_shown((each[index] for each in sets for index in range(len(each))), agents, pictures.key)
+        demand_shown(rows_of(train, validation), agents, pictures.key)
     for line in notes:
         warn(line)
     return train, validation
+
+
+def rows_of(*sets: PromptSet | None) -> Iterator[PromptRow]:
+    """All rows of ``sets``, one set after the other."""
+    for each in sets:
+        if each is not None:
+            yield from map(each.__getitem__, range(len(each)))
 
 
 def demand_shown(rows: Iterable[PromptRow], agents: AgentRunner, key: str) -> None:
@@ -401,19 +415,18 @@ def demand_shown(rows: Iterable[PromptRow], agents: AgentRunner, key: str) -> No
     refuse_if_any([Violation("data.image_key", key, problem, remedy)] if unseen else [])
 
 
-def _data_sources(config: RunConfig, prompts: Sequence[PromptSet | None], encoder: Encoder | None) -> frozenset[str]:
+def _data_sources(config: RunConfig, rows: Iterable[PromptRow], encoder: Encoder | None) -> frozenset[str]:
     """The data sources that graders grade.  ConfigError: a row has no grader, or reward model or judge no row."""
     by_graders: set[str] = set()
     ids: dict[Style, list[str]] = {Style.model: [], Style.judge: []}
     first: PromptRow | None = None  # of those that the reward model reads
-    for each in prompts:
-        for row in () if each is None else map(each.__getitem__, range(len(each))):
-            if row.style is Style.rule:
-                by_graders.add(row.data_source)
-                continue
-            if row.style is Style.model:
-                first = first or row
-            ids[row.style].append(row.id)
+    for row in rows:
+        if row.style is Style.rule:
+            by_graders.add(row.data_source)
+            continue
+        if row.style is Style.model:
+            first = first or row
+        ids[row.style].append(row.id)
     violations = style_violations(config.reward_model, config.reward.judge, config.custom_reward_function, ids)
     if encoder is not None and first is not None and (problem := template_problem(encoder, first.messages)):
         remedy = "Name a tokenizer whose template can write it, or mend the row"

@@ -12,10 +12,13 @@ from mcore_rl.config.role_table import ROLES
 from mcore_rl.config.roles import AdaptedConfig, snapshot_of, trains_tower
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.trainer import Placement
+from mcore_rl.controller.lifecycle.preparation import weights_of_roles
 from mcore_rl.controller.lifecycle.saving import load_state
 from mcore_rl.parallel.device import Platform
-from mcore_rl.parallel.secret_store import StoreAccess
-from mcore_rl.runtime.placement import Places
+from mcore_rl.parallel.secret_store import StoreAccess, StoreServer
+from mcore_rl.runtime.cluster import meeting_host
+from mcore_rl.runtime.placement import Places, place_trainers
+from mcore_rl.runtime.seen_paths import demand_seen
 from mcore_rl.runtime.start import start_trainers
 from mcore_rl.runtime.train_group import TrainGroup
 from mcore_rl.runtime.worker_values import RoleSpec, TeacherSpec
@@ -43,6 +46,17 @@ async def start_roles(
         )
         for role in config.group_rows
     }
+
+
+async def start_trainers_alone(
+    config: RunConfig | OfflineConfig, checkpoint: Path | None, platform: Platform, stack: AsyncExitStack
+) -> dict[str, TrainGroup]:
+    """Starts the workers of each role, as ``start_roles``, on the places of a run without engines."""
+    places = await place_trainers(config.trainer, platform)
+    stack.callback(places.close)
+    await demand_seen(weights_of_roles(config), places.nodes)
+    store = stack.enter_context(StoreServer(meeting_host(config.ray_init))).access
+    return await start_roles(config, checkpoint, places, platform, store, stack)
 
 
 async def _start_role(

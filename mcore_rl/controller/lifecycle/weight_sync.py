@@ -1,6 +1,6 @@
 """Keeps the weights of the rollout engines up to date with the actor's, and checks them.
 
-``sync.update`` sends the weights.
+``sync.update`` sends the weights, on the way that ``weight_transport`` says.
 """
 
 from __future__ import annotations
@@ -10,12 +10,20 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
 
+from mcore_rl.config.run import RunConfig
 from mcore_rl.controller.lifecycle.engine_set import EngineSet
 from mcore_rl.controller.lifecycle.fault_tolerance import EngineRestarter
 from mcore_rl.controller.lifecycle.messages import warn
 from mcore_rl.errors import DeadEngineError, SyncError, WeightMapError
+from mcore_rl.parallel.device import Platform
+from mcore_rl.parallel.secret_store import StoreAccess
 from mcore_rl.rollout.pool import EnginePool
 from mcore_rl.rollout.protocol import Pause
+from mcore_rl.runtime.placement import Places
+from mcore_rl.sync.members import Address
+from mcore_rl.sync.routed import RoutedTransport
+from mcore_rl.sync.shared_memory import SharedMemoryTransport
+from mcore_rl.sync.transport import Transport
 from mcore_rl.sync.update import WeightUpdater
 
 
@@ -98,3 +106,24 @@ class WeightSync:
     def engines_dropped_theirs(self) -> None:
         """Records that the engines have no weights any more."""
         self._version = None
+
+
+def weight_transport(
+    config: RunConfig, platform: Platform, places: Places, store: StoreAccess, name: str = "weights"
+) -> Transport:
+    """Through memory that all map on one host without accelerators; else in rounds, by the places of the ranks.
+
+    store: where the members meet, under a name that no others have used.
+    """
+    trainer, layout = config.trainer, config.rollout.layout
+    address = Address(
+        store=store,
+        name=name,
+        num_trainers=trainer.world_size,
+        num_rollout=layout.world_size,
+        timeout_s=trainer.timeout_s,
+        join_timeout_s=trainer.timeout_s,
+    )
+    if not platform.is_accelerator and trainer.nnodes == 1:
+        return SharedMemoryTransport(address=address)
+    return RoutedTransport(address=address, platform=platform, sites=places.sites(layout, trainer.placement))

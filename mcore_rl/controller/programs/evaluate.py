@@ -9,7 +9,7 @@ import asyncio
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AsyncExitStack, contextmanager
+from contextlib import AbstractContextManager, AsyncExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
@@ -24,8 +24,8 @@ from mcore_rl.config.evaluate import EvaluateConfig, evaluate_violations
 from mcore_rl.config.reward import Style
 from mcore_rl.config.reward_model import style_violations
 from mcore_rl.config.trainer import RayInitConfig
-from mcore_rl.controller.lifecycle.graded_rows import check_graded_rows
-from mcore_rl.controller.lifecycle.judging import check_judge, opened_judge
+from mcore_rl.controller.lifecycle.judging import check_judge, opened_judge, opened_scorer
+from mcore_rl.controller.lifecycle.messages import outcome
 from mcore_rl.data.responses import ResponseRow, ResponseSet, agent_summary, agents_line, write_pairs
 from mcore_rl.data.rows import MESSAGES, named
 from mcore_rl.errors import Violation, refuse_if_any
@@ -88,13 +88,13 @@ async def run_evaluate(config: EvaluateConfig) -> int:
 
     Raises ConfigError and kin with everything that keeps it from starting.
     """
-    rows, console = read_responses(config), Console()
+    rows = read_responses(config)
     async with AsyncExitStack() as stack:
         kept = Journal()
         if config.out is not None:
             out = Path(config.out).expanduser()
             kept = stack.enter_context(journal(out, work_of(config), afresh=config.overwrite))
-        scorer = stack.enter_context(_scorer(config, rows, console))
+        scorer = stack.enter_context(_scorer(config, rows))
         await check_judge(config.reward, rows)
         graders = Graders(
             scorer,
@@ -105,29 +105,29 @@ async def run_evaluate(config: EvaluateConfig) -> int:
         graded = await grade_all(graders, rows, config.max_response_length or 0, lambda: work.advance(1), kept)
         reports = reports_of(graded, config.k, has_lengths=rows.has_lengths, has_finish=rows.has_finish)
         for source, report in reports.items():
-            console.print(table_of(source, report))
+            Console().print(table_of(source, report))
             for line in _remarks(report):
-                console.print(line, markup=False, highlight=False, soft_wrap=True)
+                outcome(line)
         if graders.judge is not None:
             told = ", ".join(f"{name.partition('/')[2]} {value:,.6g}" for name, value in graders.judge.take().items())
-            console.print(f"judge: {told}", markup=False, highlight=False, soft_wrap=True)
+            outcome(f"judge: {told}")
         if config.out is not None:
             with replaced(Path(config.out).expanduser()) as new:
                 new.write_text(json.dumps(as_json(config.path, reports), indent=2, allow_nan=False) + "\n")
-            console.print(f"numbers: {config.out}", markup=False, highlight=False, soft_wrap=True)
+            outcome(f"numbers: {config.out}")
         if config.pairs is not None:
             scores = [[None if score.error else score.total for score in each.scores] for each in graded]
             said = write_pairs(Path(config.pairs).expanduser(), zip(rows, scores, strict=True))
-            console.print(said, markup=False, highlight=False, soft_wrap=True)
+            outcome(said)
     return 0
 
 
 def check_evaluate(config: EvaluateConfig) -> int:
     """Read and check all that ``run_evaluate`` needs, and grade nothing; returns the exit code 0."""
-    rows, console = read_responses(config), Console()
-    with _scorer(config, rows, console):
+    rows = read_responses(config)
+    with _scorer(config, rows):
         asyncio.run(check_judge(config.reward, rows))
-        console.print(f"nothing is wrong: {sum(rows.counts):,} responses. Nothing was graded", highlight=False)
+        outcome(f"nothing is wrong: {sum(rows.counts):,} responses. Nothing was graded")
     return 0
 
 
@@ -139,15 +139,9 @@ def read_responses(config: EvaluateConfig) -> ResponseSet:
     return rows
 
 
-@contextmanager
-def _scorer(config: EvaluateConfig, rows: ResponseSet, console: Console) -> Iterator[Scorer]:
-    """While open: what grades, once it has seen that it can grade ``rows``."""
-    with Scorer(config.reward, config.custom_reward_function) as scorer:
-        of_graders = zip(rows.data_sources, rows.styles, strict=True)
-        scorer.check_sources(source for source, style in of_graders if style is Style.rule)
-        for line in check_graded_rows(scorer, config.custom_reward_function, rows, refuse=False):
-            console.print(line, markup=False, highlight=False, soft_wrap=True)
-        yield scorer
+def _scorer(config: EvaluateConfig, rows: ResponseSet) -> AbstractContextManager[Scorer]:
+    sources = [source for source, style in zip(rows.data_sources, rows.styles, strict=True) if style is Style.rule]
+    return opened_scorer(config.reward, config.custom_reward_function, sources, rows, outcome, refuse=False)
 
 
 def work_of(config: EvaluateConfig) -> dict[str, Any]:

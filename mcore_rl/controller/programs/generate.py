@@ -14,17 +14,15 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-
 from mcore_rl.agents.runner import AgentRunner
 from mcore_rl.config.bounds import file_violations
 from mcore_rl.config.compose import as_dict
 from mcore_rl.config.generate import GenerateConfig, generate_violations
 from mcore_rl.config.role_groups import MODEL_VIEW
 from mcore_rl.config.trainer import RayInitConfig
-from mcore_rl.controller.lifecycle.messages import warn
-from mcore_rl.controller.lifecycle.model_directory import prepare_model
-from mcore_rl.controller.lifecycle.preparation import demand_shown
+from mcore_rl.controller.lifecycle.messages import outcome, warn
+from mcore_rl.controller.lifecycle.model_checks import prepare_model
+from mcore_rl.controller.lifecycle.preparation import demand_shown, rows_of
 from mcore_rl.controller.step.rollout_collection import sampling_of
 from mcore_rl.data.media.prompts import picture_reader
 from mcore_rl.data.prompts import PromptRow, PromptSet
@@ -55,6 +53,7 @@ from mcore_rl.runtime.placement import place_engines
 from mcore_rl.runtime.seen_paths import demand_seen
 from mcore_rl.runtime.start import pool_of, start_engines
 from mcore_rl.tracking.journal import Journal, journal, journal_of, sum_of
+from mcore_rl.tracking.messages import say
 from mcore_rl.tracking.progress import WorkProgress
 
 if TYPE_CHECKING:
@@ -70,17 +69,17 @@ async def run_generate(config: GenerateConfig) -> int:
 
     Raises ConfigError and kin with everything that keeps it from starting, before any process does.
     """
-    platform, console = detect(config.rollout.device), Console(stderr=True)
+    platform = detect(config.rollout.device)
     config, prompts, agents = prepare(config, platform)
-    _say(console, prompts.describe())
+    say(prompts.describe())
     rollout, out = config.rollout, Path(config.out)
     table = prompts.table()
     async with AsyncExitStack() as stack:
         stack.callback(agents.close)
         kept = stack.enter_context(journal(out, work_of(config, prompts), afresh=config.overwrite))
         if kept.entries:
-            _say(console, f"going on with {journal_of(out)}, which has {len(kept.entries):,} responses")
-        _say(console, f"starting Ray and the rollout engines, which compute in {rollout.dtype.value}")
+            say(f"going on with {journal_of(out)}, which has {len(kept.entries):,} responses")
+        say(f"starting Ray and the rollout engines, which compute in {rollout.dtype.value}")
         pool = await stack.enter_async_context(opened_pool(config, platform))
         with WorkProgress("generating", len(prompts) * rollout.n, "tokens") as work:
             sampling = sampling_of(rollout, rollout, rollout.seed)
@@ -91,9 +90,9 @@ async def run_generate(config: GenerateConfig) -> int:
     mean = fmean(each.num_tokens for each in every)
     cut = sum(each.finish == LENGTH for each in every)
     said = f"{out}: {len(groups):,} prompts, {rollout.n} responses each, of {mean:.1f} tokens in the mean"
-    _say(Console(), f"{said}; {cut:,} cut off at {rollout.max_response_length} tokens; {rate:,.0f} tokens/s")
+    outcome(f"{said}; {cut:,} cut off at {rollout.max_response_length} tokens; {rate:,.0f} tokens/s")
     if summary := agent_summary([each.agent for each in every]):
-        _say(Console(), agents_line(summary))
+        outcome(agents_line(summary))
     return 0
 
 
@@ -101,8 +100,8 @@ def check_generate(config: GenerateConfig) -> int:
     """Read and check all that ``run_generate`` needs, and start nothing; returns the exit code 0."""
     config, prompts, agents = prepare(config, detect(config.rollout.device))
     agents.close()
-    _say(Console(), f"nothing is wrong: {len(prompts) * config.rollout.n:,} responses. Nothing was started")
-    _say(Console(), prompts.describe())
+    outcome(f"nothing is wrong: {len(prompts) * config.rollout.n:,} responses. Nothing was started")
+    outcome(prompts.describe())
     return 0
 
 
@@ -165,9 +164,9 @@ def _prompts(config: GenerateConfig, tokenizer: PreTrainedTokenizerBase, agents:
     if taken:
         problem = f"there is a column {', '.join(taken)} already. Rename it, or generate from the file without it"
         raise DataError(title, [problem])
-    has_agents, notes = agents.check_rows(prompts[index] for index in range(len(prompts)))
+    has_agents, notes = agents.check_rows(rows_of(prompts))
     if has_agents and pictures is not None:
-        demand_shown((prompts[index] for index in range(len(prompts))), agents, pictures.key)
+        demand_shown(rows_of(prompts), agents, pictures.key)
     for line in notes:
         warn(line)
     return prompts
@@ -177,10 +176,9 @@ def work_of(config: GenerateConfig, prompts: PromptSet) -> dict[str, Any]:
     """What the responses follow from: the settings, the weights' files, the prompts' tokens, the agents' files."""
     weights = sorted(Path(config.model.path).glob("*.safetensors"))
     files = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in weights]
-    rows = [prompts[index] for index in range(len(prompts))]
     settings = as_dict(replace(config, out="", overwrite=False, ray_init=RayInitConfig()))
     own = {path: sum_of(path) for path in config.rollout.agent.files}
-    return {"settings": settings, "weights": files, "prompts": [_shown(row) for row in rows], "agents": own}
+    return {"settings": settings, "weights": files, "prompts": [_shown(row) for row in rows_of(prompts)], "agents": own}
 
 
 def _shown(row: PromptRow) -> tuple[Any, ...]:
@@ -213,7 +211,7 @@ async def draw(
     agents: run the rows that ask for an agent; None: there are none.
     """
     kept = kept or Journal()
-    rows = [prompts[index] for index in range(len(prompts))]
+    rows = [*rows_of(prompts)]
     places = {row.id: place for place, row in enumerate(rows)}
     assert len(places) == len(rows), "ids name rows"
     by_row: list[dict[int, Generated]] = [{} for _ in rows]
@@ -284,7 +282,3 @@ def generated(episode: Episode) -> Generated:
 
 def _record(counts: AgentCounts) -> AgentRecord:
     return AgentRecord(**{each.name: getattr(counts, each.name) for each in fields(AgentRecord)})
-
-
-def _say(console: Console, text: str) -> None:
-    console.print(text, markup=False, highlight=False, soft_wrap=True)

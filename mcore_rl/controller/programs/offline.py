@@ -11,7 +11,6 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
-from mcore_rl.config.compose import as_dict
 from mcore_rl.config.offline import OfflineConfig
 from mcore_rl.config.roles import trains_tower
 from mcore_rl.config.schedule import schedule_violations, scheduled
@@ -19,21 +18,21 @@ from mcore_rl.controller.lifecycle.model_checks import (
     adapter_violations,
     demand_weights,
     model_offline_violations,
+    prepare_model,
     sight_violations,
     unit_violations,
 )
-from mcore_rl.controller.lifecycle.model_directory import prepare_model
 from mcore_rl.controller.lifecycle.preparation import (
     PreparedRun,
+    absolute,
     demand_steps,
     to_resume,
-    weights_of_roles,
     with_absolute_adapters,
 )
-from mcore_rl.controller.lifecycle.resume_check import Identity
 from mcore_rl.controller.lifecycle.start_plan import doubts_of, forecast, tell_plan
-from mcore_rl.controller.lifecycle.start_roles import start_roles
+from mcore_rl.controller.lifecycle.start_roles import start_trainers_alone
 from mcore_rl.controller.programs.program import run_program, show_check
+from mcore_rl.controller.step import updates
 from mcore_rl.controller.step.utilization import Passes, tflop
 from mcore_rl.controller.training_run import Callback, TrainingRun, begin_records, every_step, open_directory
 from mcore_rl.data.media.placed import Placed
@@ -43,12 +42,9 @@ from mcore_rl.errors import refuse_if_any
 from mcore_rl.families.config_json import read_config
 from mcore_rl.families.registry import model_of
 from mcore_rl.parallel.device import detect
-from mcore_rl.parallel.secret_store import StoreServer
-from mcore_rl.runtime.cluster import meeting_host
-from mcore_rl.runtime.placement import place_trainers
-from mcore_rl.runtime.seen_paths import demand_seen
+from mcore_rl.runtime.shared_batch import SharedBatch
 from mcore_rl.runtime.train_group import TrainGroup
-from mcore_rl.types import Picture
+from mcore_rl.types import Picture, TrainBatch
 
 
 class RowSet(Protocol):
@@ -85,12 +81,11 @@ class PreparedOffline(PreparedRun, Generic[C, D]):
 def prepare(config: C, loader: Callable[[C, PreTrainedTokenizerBase], Load[D]]) -> PreparedOffline[C, D]:
     """Reads the model's configuration, the tokenizer and the data.  Raises McoreRLError with every violation found."""
     refuse_if_any(config.violations())
-    place, path = Path(config.trainer.default_local_dir).resolve(), Path(config.model.path).resolve()
     config = replace(
         config,
-        model=replace(config.model, path=str(path)),
+        model=replace(config.model, path=absolute(config.model.path)),
         actor=with_absolute_adapters(config.actor),
-        trainer=replace(config.trainer, default_local_dir=str(place)),
+        trainer=replace(config.trainer, default_local_dir=absolute(config.trainer.default_local_dir)),
     )
     path, role = Path(config.model_directory), config.trained
     prepare_model(config.model, path, pictures=config.sees_pictures)
@@ -108,9 +103,7 @@ def prepare(config: C, loader: Callable[[C, PreTrainedTokenizerBase], Load[D]]) 
     per_epoch = sampler.batches_per_epoch(data.train_batch_size)
     num_steps = 0 if trainer.val_only else trainer.total_training_steps or per_epoch * trainer.total_epochs
     refuse_if_any(list(schedule_violations(config, num_steps)))
-    trained = [each.name for each in config.role_rows if each.trains]
-    identity = Identity.of(as_dict(config), trained, weights_of_roles(config), train.media)
-    checkpoint, progress = to_resume(config, identity, sampler)
+    identity, checkpoint, progress = to_resume(config, sampler, train.media)
     prepared = PreparedOffline(
         config=scheduled(config, num_steps),
         train=train,
@@ -138,10 +131,8 @@ class OfflineRun(TrainingRun[C, PreparedOffline[C, D]]):
 
     @property
     def validates_first(self) -> bool:
-        """Whether it validates before the first step: a fresh run, or one that does nothing else."""
-        trainer = self.config.trainer
-        begins = trainer.val_before_train and self.progress.step == 0
-        return self.prepared.validation is not None and (trainer.val_only or begins)
+        """As of any run, if there is something to validate with."""
+        return self.prepared.validation is not None and super().validates_first
 
     async def validate(self, step: int) -> dict[str, float]:
         """The metrics of ``judge``; nothing without validation data."""
@@ -150,6 +141,13 @@ class OfflineRun(TrainingRun[C, PreparedOffline[C, D]]):
         self.tracker.now("validating")
         with self.clock("validate"):
             return await self.judge(self.prepared.validation)
+
+    def sent_to_score(self, batch: TrainBatch) -> SharedBatch:
+        """Puts ``batch`` into Ray's store for passes alone; its first sequence is there again where ranks had none."""
+        number = len(batch.lengths_S)
+        short = max(0, self.group.layout.dp - number)
+        full = batch.select([*range(number), *([0] * short)])
+        return updates.send_whole(self.group, replace(full, pairs_S=None, extra_S={}))
 
     @abstractmethod
     async def judge(self, rows: D) -> dict[str, float]:
@@ -220,11 +218,7 @@ class OfflineProgram(Generic[C, D, R]):
         async with AsyncExitStack() as stack:
             tracker = open_directory(config, prepared, platform, stack, stack)
             tracker.now("starting the trainer")
-            places = await place_trainers(config.trainer, platform)
-            stack.callback(places.close)
-            await demand_seen(weights_of_roles(config), places.nodes)
-            store = stack.enter_context(StoreServer(meeting_host(config.ray_init))).access
-            groups = await start_roles(config, prepared.checkpoint, places, platform, store, stack)
+            groups = await start_trainers_alone(config, prepared.checkpoint, platform, stack)
             begin_records(config, prepared, planned, tracker)
             run = self.run(config, platform, tracker, prepared, groups)
             stack.push_async_callback(run.saver.close)

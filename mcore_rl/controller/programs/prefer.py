@@ -67,9 +67,7 @@ class PreferRun(OfflineRun[PreferConfig, PreferenceSet]):
     async def scored(self, batch: TrainBatch) -> Responses:
         """The sums over the answers of ``batch``, float64, by the policy and, if the loss reads it, the reference."""
         group, number = self.group, len(batch.lengths_S)
-        short = max(0, group.layout.dp - number)  # every rank scores something
-        full = batch.select([*range(number), *([0] * short)])
-        shared = updates.send_whole(group, replace(full, pairs_S=None, extra_S={}))
+        shared = self.sent_to_score(batch)
         own = await updates.score(group, shared, ACTOR.scores("old_logprobs_T"))
         ref_S = (await self.refer(shared)).sums_S[:number] if self.preference.row.reference else None
         return Responses(own.sums_S[:number], ref_S, sequence_counts(batch.mask_T, batch.lengths_S).double())

@@ -60,10 +60,8 @@ class RewardRun(OfflineRun[RewardTrainingConfig, ScoredSet | StepSet]):
 
     async def scored(self, batch: TrainBatch) -> Tensor:
         """The score of each answer of ``batch``, float64."""
-        group, number = self.group, len(batch.lengths_S)
-        full = batch.select([*range(number), *([0] * max(0, group.layout.dp - number))])  # every rank scores something
-        shared = updates.send_whole(group, replace(full, pairs_S=None, extra_S={}))
-        return (await updates.score(group, shared, ACTOR.scores("old_values_T"))).sums_S[:number]
+        scores = await updates.score(self.group, self.sent_to_score(batch), ACTOR.scores("old_values_T"))
+        return scores.sums_S[: len(batch.lengths_S)]
 
 
 def loader(config: RewardTrainingConfig, tokenizer: PreTrainedTokenizerBase) -> Load[ScoredSet | StepSet]:

@@ -1,12 +1,16 @@
-"""Starts a run (Ray, the trainer, the engines, the channel between them), and takes all of it down again."""
+"""Starts a run (Ray, the trainer, the engines, the channel between them), and takes all of it down again.
+
+A replay (``trainer.replay``) is the trainer alone, which is given the rollouts that another run recorded.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -18,27 +22,25 @@ from mcore_rl.config.run import RunConfig
 from mcore_rl.config.schedule import scheduled
 from mcore_rl.config.trainer import Placement
 from mcore_rl.controller.lifecycle import judging
-from mcore_rl.controller.lifecycle.device_sharing import DeviceSharing
+from mcore_rl.controller.lifecycle.device_sharing import DeviceSharing, TrainerAlone
 from mcore_rl.controller.lifecycle.elastic_engines import ElasticEngines
 from mcore_rl.controller.lifecycle.engine_set import EngineSet, LivingEngines, Member, layout_of
 from mcore_rl.controller.lifecycle.fault_tolerance import EngineRestarter
-from mcore_rl.controller.lifecycle.graded_rows import check_graded_rows
-from mcore_rl.controller.lifecycle.judging import check_judge, opened_judge
+from mcore_rl.controller.lifecycle.judging import check_judge, opened_judge, opened_scorer
 from mcore_rl.controller.lifecycle.kept_rollouts import with_progress
 from mcore_rl.controller.lifecycle.messages import note, warn
 from mcore_rl.controller.lifecycle.model_checks import engine_adapters
-from mcore_rl.controller.lifecycle.preparation import Prepared, complete, demand_steps, prepare
-from mcore_rl.controller.lifecycle.replay_check import keep_identity
+from mcore_rl.controller.lifecycle.preparation import Prepared, complete, demand_steps, prepare, rows_of
+from mcore_rl.controller.lifecycle.replay_check import keep_identity, last_recorded
 from mcore_rl.controller.lifecycle.resending_pool import ResendingPool
 from mcore_rl.controller.lifecycle.start_plan import doubts_of, forecast, tell_plan
 from mcore_rl.controller.lifecycle.start_processes import Start
-from mcore_rl.controller.lifecycle.transport import weight_transport
-from mcore_rl.controller.lifecycle.weight_sync import WeightSync
+from mcore_rl.controller.lifecycle.start_roles import start_trainers_alone
+from mcore_rl.controller.lifecycle.weight_sync import WeightSync, weight_transport
 from mcore_rl.controller.rollouts.rollout_source import Ahead
 from mcore_rl.controller.run import Run
 from mcore_rl.controller.step.rollout_collection import RolloutCollector
 from mcore_rl.controller.training_run import begin_records, open_directory
-from mcore_rl.data.prompts import PromptRow
 from mcore_rl.errors import DeadEngineError, DeadWorkerError
 from mcore_rl.parallel.device import Platform, detect
 from mcore_rl.parallel.secret_store import StoreAccess, StoreServer
@@ -72,7 +74,7 @@ async def open_run(config: RunConfig, living: LivingEngines | None = None) -> As
         stack.enter_context(one_thread())
         await stack.enter_async_context(living.attempt(trainer.placement))
         scorer = stack.enter_context(_scorer(config, prepared))
-        await check_judge(config.reward, _rows(prepared))
+        await check_judge(config.reward, rows_of(prepared.train, prepared.validation))
         tracker = open_directory(config, prepared, platform, stack, None if living.kept else living.stack)
         store = stack.enter_context(StoreServer(meeting_host(config.ray_init))).access
         start = Start(config, prepared, platform, tracker, store, leaves_behind(planned.peaks))
@@ -112,7 +114,7 @@ async def open_run(config: RunConfig, living: LivingEngines | None = None) -> As
         begin_records(config, prepared, planned, tracker)
         if trainer.record_rollouts:
             keep_identity(prepared.identity, start.directory)
-        run = Run(config, platform, tracker, prepared, groups, collector, devices, weights, elastic, ahead)
+        run = Run(config, platform, tracker, prepared, groups, collector, devices, elastic, ahead)
         run.watch(engine_set.lanes)
         if judge is not None:
             judge.at_limit = lambda: run.preemption.ask("reward.judge.max_cost")
@@ -171,24 +173,13 @@ def check_run(config: RunConfig) -> tuple[Prepared, Plan]:
     config = complete(config, platform)
     prepared, planned = _prepared(config, platform)
     with _scorer(config, prepared):
-        asyncio.run(check_judge(config.reward, _rows(prepared)))
+        asyncio.run(check_judge(config.reward, rows_of(prepared.train, prepared.validation)))
         return prepared, planned
 
 
-@contextmanager
-def _scorer(config: RunConfig, prepared: Prepared) -> Iterator[Scorer]:
-    """While open: what grades, once it has seen that it can grade every row of ``prepared``."""
-    with Scorer(config.reward, config.custom_reward_function) as scorer:
-        scorer.check_sources(prepared.data_sources)
-        for line in check_graded_rows(scorer, config.custom_reward_function, _rows(prepared)):
-            note(line)
-        yield scorer
-
-
-def _rows(prepared: Prepared) -> Iterator[PromptRow]:
-    """All prompts, those of training first."""
-    files = [each for each in (prepared.train, prepared.validation) if each is not None]
-    return (each[index] for each in files for index in range(len(each)))
+def _scorer(config: RunConfig, prepared: Prepared) -> AbstractContextManager[Scorer]:
+    rows = rows_of(prepared.train, prepared.validation)
+    return opened_scorer(config.reward, config.custom_reward_function, prepared.data_sources, rows, note)
 
 
 def _prepared(config: RunConfig, platform: Platform) -> tuple[Prepared, Plan]:
@@ -205,3 +196,42 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@asynccontextmanager
+async def open_replay(config: RunConfig) -> AsyncIterator[Run]:
+    """While open: the training processes of the run are up, with their first weights.  Afterwards none is left."""
+    platform = detect(config.trainer.device)
+    config, prepared, planned = _prepared_replay(config)
+    tell_plan(planned, doubts_of(config, platform))
+    async with AsyncExitStack() as stack:
+        stack.enter_context(one_thread())
+        tracker = open_directory(config, prepared, platform, stack, stack)
+        tracker.now("starting the trainer")
+        groups = await start_trainers_alone(config, prepared.checkpoint, platform, stack)
+        stack.callback(prepared.agents.close)
+        begin_records(config, prepared, planned, tracker)
+        run = Run(config, platform, tracker, prepared, groups, None, TrainerAlone())
+        stack.push_async_callback(run.saver.close)
+        yield run
+
+
+def check_replay(config: RunConfig) -> tuple[Prepared, Plan]:
+    """All that ``open_replay`` does before Ray is started.  Raises as it does."""
+    _, prepared, planned = _prepared_replay(config)
+    return prepared, planned
+
+
+def _prepared_replay(config: RunConfig) -> tuple[RunConfig, Prepared, Plan]:
+    """(the completed configuration, what is prepared, the plan).  The run ends where the record does."""
+    assert config.trainer.replay is not None
+    platform = detect(config.trainer.device)
+    config = complete(config, platform)
+    prepared = prepare(config, platform)
+    last = last_recorded(
+        prepared.identity, Path(config.trainer.replay or ""), prepared.progress.step, prepared.num_steps
+    )
+    demand_steps(config.trainer, replace(prepared, num_steps=last))
+    config = scheduled(config, prepared.num_steps)  # of rates: of the whole run
+    prepared = replace(prepared, num_steps=last, validation=None, kept=None)
+    return config, prepared, forecast(config, platform, prepared.models)

@@ -9,8 +9,7 @@ from mcore_rl.config.run import RunConfig
 from mcore_rl.controller.lifecycle.engine_set import LivingEngines
 from mcore_rl.controller.loop import train
 from mcore_rl.controller.programs.program import run_program, show_check
-from mcore_rl.controller.programs.replay_start import check_replay, open_replay
-from mcore_rl.controller.programs.start import check_run, open_run
+from mcore_rl.controller.programs.start import check_replay, check_run, open_replay, open_run
 from mcore_rl.controller.training_run import Callback
 from mcore_rl.parallel.device import detect
 

@@ -24,7 +24,7 @@ class KeptDraws:
 
     place: the sampler's state after the prompts of all of it were drawn.
     groups: begun and neither trained nor dropped, in the order in which they were begun; ``facts`` has the ``ordinal``
-        and the ``oldest`` version of each (``group.Group``).
+        and the ``oldest`` version of each (``stream.Group``).
     next_ordinal: of the group that is begun next.
     num_trained: groups that were trained before.
     dropped: groups that were dropped, and that no step has reported yet.

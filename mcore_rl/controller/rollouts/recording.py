@@ -1,6 +1,6 @@
 """What a run writes down of each step's rollouts: the line of its ledger, and the rollouts themselves to the last bit.
 
-``record/step_N.parquet`` holds what the trainer was given; ``replay`` gives it to a trainer again.
+``record/step_N.parquet`` holds what the trainer was given; with ``trainer.replay`` a trainer is given it again.
 """
 
 from __future__ import annotations
@@ -8,15 +8,19 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from mcore_rl.config.asynchrony import trains_stale
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.trainer import Mode
-from mcore_rl.controller.rollouts.drawn_file import RowOf, read_drawn, write_drawn
-from mcore_rl.controller.rollouts.kept_draws import batch_facts, batch_groups, batch_of
+from mcore_rl.controller.rollouts.drawn_file import DrawnFileError, RowOf, read_drawn, write_drawn
+from mcore_rl.controller.rollouts.kept_draws import KeptDraws, batch_facts, batch_groups, batch_of
+from mcore_rl.controller.step.preemption import Preemption
 from mcore_rl.controller.step.rollout_collection import RolloutBatch
+from mcore_rl.data.sampler import PromptSampler
 from mcore_rl.episodes import Episode
+from mcore_rl.errors import CheckpointError
 from mcore_rl.tracking.atomic import replaced
 from mcore_rl.tracking.schedule import ScheduledDrop, ScheduledGroup, ScheduledStep
 
@@ -142,3 +146,56 @@ def _group(members: list[tuple[Episode, int]]) -> ScheduledGroup:
         lost=sum(each.lost for each, _ in members),
         trained=sum(count > 0 for _, count in members),
     )
+
+
+class ReplaySource:
+    """The recorded rollouts of one step after the other, as ``RolloutSource``.
+
+    recorded: the run directory that has them.  row_of: the prompts of the training files.
+    sampler: is moved to the place in the data that the other run had after each step.
+    """
+
+    def __init__(self, recorded: Path, row_of: RowOf, sampler: PromptSampler) -> None:
+        self._recorded, self._row_of, self._sampler = recorded, row_of, sampler
+
+    async def __aenter__(self) -> ReplaySource:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        pass
+
+    @property
+    def place(self) -> dict[str, Any]:
+        """The sampler's state after the last step's rollouts."""
+        return self._sampler.state_dict()
+
+    @property
+    def kept(self) -> KeptDraws:
+        """Nothing but the place: what is recorded need not be kept."""
+        return KeptDraws(place=self.place)
+
+    def return_to(self, kept: KeptDraws) -> None:
+        """Goes back to ``kept``."""
+        self._sampler.load_state_dict(kept.place)
+
+    def resume(self, kept: KeptDraws, version: int) -> None:
+        """Does nothing: rollouts come from the record."""
+
+    async def next(self, step: int) -> RolloutBatch:
+        """The rollouts of ``step``.  CheckpointError: they cannot be read."""
+        try:
+            batch, place = await asyncio.to_thread(read_record, self._recorded, step, self._row_of)
+        except DrawnFileError as error:
+            path = record_file(self._recorded, step).relative_to(self._recorded)
+            remedy = "Restore it; steps before it were replayed, and their last checkpoint stays"
+            raise CheckpointError(str(self._recorded / RECORD), [f"{path.name} {error}. {remedy}"]) from error
+        self._sampler.load_state_dict(place)
+        return batch
+
+    async def take_back(self) -> None:
+        """Nothing is drawn."""
+
+    async def settle(self, preemption: Preemption) -> None:
+        """Nothing is drawn."""

@@ -1,6 +1,7 @@
 """A stream of groups, of which each step takes a batch of finished ones: ``trainer.mode=async`` and partial rollouts.
 
-Each group is a task of its own.  Those that are finished and not yet trained are the buffer; ``admission`` says how
+A group is the responses to one prompt, from the moment at which it is begun until a step trains it; it is drawn by a
+task of its own.  Those that are finished and not yet trained are the buffer; ``admission`` says how
 many may be begun, and which are trained.  What is unfinished when weights change meets one of three fates
 (``Drawing.pause``), and all else is the same:
 
@@ -17,9 +18,9 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -27,7 +28,7 @@ from typing import Any
 from mcore_rl.config.asynchrony import Overdue
 from mcore_rl.config.run import RunConfig
 from mcore_rl.controller.rollouts.admission import Admission
-from mcore_rl.controller.rollouts.group import Group, KeptSamples
+from mcore_rl.controller.rollouts.drawn_file import DrawnGroup
 from mcore_rl.controller.rollouts.kept_draws import KeptDraws
 from mcore_rl.controller.rollouts.rollout_source import Ahead
 from mcore_rl.controller.step.preemption import Preempted, Preemption
@@ -40,13 +41,145 @@ from mcore_rl.controller.step.rollout_collection import (
 )
 from mcore_rl.data.prompts import PromptRow
 from mcore_rl.data.sampler import PromptSampler
-from mcore_rl.episodes import Episode
+from mcore_rl.episodes import Episode, FinishReason, VersionSpan
 from mcore_rl.errors import DeadEngineError, DeadWorkerError
-from mcore_rl.rollout.protocol import Pause
+from mcore_rl.rollout.protocol import Pause, Request, Sample, SampleSource, Sampling
 from mcore_rl.tracking.clock import Clock
 
 LEAVE_S = 30.0  # how long a run that leaves, or whose trainer died, waits for engines to give unfinished responses back
 DRAWING = "drawing"  # the name in timeline.jsonl of the time in which groups are drawn
+
+
+class KeptSamples:
+    """A ``SampleSource`` over ``source`` that keeps the samples of one group, until the group is finished.
+
+    A request that was answered before is answered the same way, and not sent again: what an engine drew before it died
+    is not lost.  An agent may ask for the same turn after other tokens; then it is drawn.
+
+    A sample that was given back unfinished (finish ``abort``) is kept too, and goes on from its tokens.  Who draws sees
+    finished samples alone, and an agent's loop lives on while its turn waits.
+
+    going: set while requests may be sent; those that come else wait.
+    kept: of the group before the run was resumed, as ``kept`` gives them.
+    """
+
+    def __init__(
+        self,
+        source: SampleSource,
+        going: asyncio.Event,
+        kept: Iterable[tuple[tuple[int, ...], Sample]] = (),
+    ) -> None:
+        self._source, self._going = source, going
+        self._kept: dict[tuple[tuple[str, int], tuple[int, ...]], Sample] = {
+            ((sample.prompt_id, sample.index), asked): sample for asked, sample in kept
+        }
+        self._num_calls = 0  # of ``source`` that go on
+
+    @property
+    def kept(self) -> tuple[tuple[tuple[int, ...], Sample], ...]:
+        """Each sample with the model's input that it answers, for another ``KeptSamples``."""
+        return tuple((asked, sample) for (_, asked), sample in self._kept.items())
+
+    @property
+    def oldest(self) -> int | None:
+        """The version of the oldest token that is kept; None: there is none."""
+        return oldest_of(sample.versions for sample in self._kept.values())
+
+    @property
+    def is_drawing(self) -> bool:
+        """Whether ``source`` has requests of this group."""
+        return self._num_calls > 0
+
+    @property
+    def num_unfinished_tokens(self) -> int:
+        """The tokens of the samples that are kept unfinished."""
+        return sum(len(sample.tokens) for sample in self._kept.values() if sample.finish is FinishReason.abort)
+
+    async def generate(self, requests: Sequence[Request], sampling: Sampling) -> AsyncIterator[Sample]:
+        """See ``SampleSource.generate``."""
+        asked = {request.key: (request.key, tuple(request.tokens)) for request in requests}
+        missing = dict[tuple[str, int], Request]()
+        for request in requests:
+            kept = self._kept.get(asked[request.key])
+            if kept is None or kept.finish is FinishReason.abort:
+                missing[request.key] = request if kept is None else replace(request, so_far=kept)
+            else:
+                yield kept
+        while missing:
+            while not self._going.is_set():
+                await self._going.wait()  # it may be cleared again before who waited runs
+            self._num_calls += 1
+            try:
+                async for sample in self._source.generate([*missing.values()], sampling):
+                    key = sample.prompt_id, sample.index
+                    if sample.finish is FinishReason.abort and not len(sample.tokens):
+                        continue  # nothing of it was drawn
+                    self._kept[asked[key]] = sample
+                    if sample.finish is FinishReason.abort:
+                        missing[key] = replace(missing[key], so_far=sample)
+                    else:
+                        del missing[key]
+                        yield sample
+            finally:
+                self._num_calls -= 1
+
+    def forget(self) -> None:
+        """Keep nothing of what was drawn so far."""
+        self._kept.clear()
+
+
+@dataclass(kw_only=True, eq=False)
+class Group:
+    """One group; a ``Standing`` of ``admission``.
+
+    ordinal: its number in the order in which groups are begun.  row: the prompt.  samples: what is drawn for it.
+    oldest: the version of its oldest token; until it is finished, the oldest that it can be.
+    episodes: when it is finished, graded, a greedy one last if the algorithm needs it.
+    """
+
+    ordinal: int
+    row: PromptRow
+    samples: KeptSamples
+    oldest: int
+    episodes: list[Episode] | None = None
+
+    @classmethod
+    def of(cls, kept: DrawnGroup, source: SampleSource, going: asyncio.Event) -> Group:
+        """The group that ``kept`` was made of, which goes on to draw from ``source``.  going: see ``KeptSamples``."""
+        ordinal, oldest = kept.facts["ordinal"], kept.facts["oldest"]
+        samples, episodes = KeptSamples(source, going, kept.samples), [*kept.episodes] or None
+        return cls(ordinal=ordinal, row=kept.row, samples=samples, oldest=oldest, episodes=episodes)
+
+    @property
+    def kept(self) -> DrawnGroup:
+        """The group as a checkpoint has it."""
+        episodes, facts = tuple(self.episodes or ()), {"ordinal": self.ordinal, "oldest": self.oldest}
+        return DrawnGroup(row=self.row, episodes=episodes, samples=self.samples.kept, facts=facts)
+
+    @property
+    def finished(self) -> bool:
+        """Whether a step can train it."""
+        return self.episodes is not None
+
+    def finish(self, episodes: list[Episode]) -> None:
+        """Take its graded responses."""
+        self.episodes = episodes
+        self.samples.forget()
+        drawn = oldest_of(part.versions for each in episodes for part in each.segments if part.trained)
+        assert drawn is None or drawn >= self.oldest, f"{self.row.id} has tokens of version {drawn}"
+        self.oldest = self.oldest if drawn is None else drawn
+
+    def begin_again(self, version: int, *, whole: bool) -> None:
+        """Draw on with ``version`` after an engine died.  whole: draw the finished responses again, too."""
+        if whole:
+            self.samples.forget()
+        kept = self.samples.oldest
+        self.oldest = version if kept is None else min(kept, version)
+
+
+def oldest_of(spans: Iterable[Sequence[VersionSpan]]) -> int | None:
+    """The lowest version of any token; None: there are no tokens whose version is known."""
+    return min((span.version for of_one in spans for span in of_one if span.end > span.start), default=None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -302,7 +435,7 @@ class RolloutStream:
                 self._begin(group)
         for _ in range(self._drawing.admission.room(self._version, self._num_trained + len(self._live))):
             (row,) = self._next_rows(1)
-            samples = KeptSamples(self._drawing.ahead.collector.engine, going=self._going)
+            samples = KeptSamples(self._drawing.ahead.collector.engine, self._going)
             group = Group(ordinal=self._ordinal, row=row, samples=samples, oldest=self._version)
             self._live[group.ordinal] = group
             self._ordinal += 1

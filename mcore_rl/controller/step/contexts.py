@@ -9,21 +9,19 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from mcore_rl.config.roles import RoleConfig
+from mcore_rl.config.run import RunConfig
 from mcore_rl.config.stages import Function, load_function
 from mcore_rl.data.chat_template import rendered
 from mcore_rl.episodes import Author, Episode, Segment
 from mcore_rl.errors import ConfigError, Violation
 from mcore_rl.parallel.context import padded_rows
-
-if TYPE_CHECKING:
-    from mcore_rl.config.run import RunConfig
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean, median
 
@@ -49,6 +50,14 @@ class History:
         return median(steps) / NORMAL * math.sqrt(2 / self._window)
 
 
+@dataclass(frozen=True)
+class Alarm:
+    """What can be wrong with a metric.  is_due: whether it is.  text: says so, of a ``history`` and a ``config``."""
+
+    is_due: Callable[[History, GuardConfig], bool]
+    text: str
+
+
 class Guards:
     """Raises the alarms of a run, from the metrics of its steps.  earlier: the metrics before a resume."""
 
@@ -69,96 +78,64 @@ class Guards:
         alarms: list[str] = []
         for key, alarm in WATCHED.items():
             history = self._histories.get(key)
-            said = None if history is None or math.isnan(history.last) else alarm(history, self._config)
-            if said is not None and key not in self._told:
-                alarms.append(said)
-            (self._told.discard if said is None else self._told.add)(key)
+            if history is None or math.isnan(history.last) or not alarm.is_due(history, self._config):
+                self._told.discard(key)
+            elif key not in self._told:
+                alarms.append(alarm.text.format(history=history, config=self._config))
+                self._told.add(key)
         return alarms
 
 
-def _reward(history: History, config: GuardConfig) -> str | None:
-    gained, lost = history.best - history.first, history.best - history.last
-    if lost <= max(config.reward_drop * gained, SURE * history.error):
-        return None
-    means = f"{history.best:.3g} at its best, {history.last:.3g} now"
-    return (
-        f"the reward collapses: {means} (means of {config.window} steps). Look at rollouts/; go on from an earlier "
-        "checkpoint with a smaller actor.optim.lr or a KL term"
-    )
+def _collapses(history: History, config: GuardConfig) -> bool:
+    gained = history.best - history.first
+    lost = history.best - history.last
+    return lost > max(config.reward_drop * gained, SURE * history.error)
 
 
-def _entropy(history: History, config: GuardConfig) -> str | None:
-    if history.last >= config.entropy_share * history.first:
-        return None
-    return (
-        f"the entropy collapses: {history.first:.3g} nats at first, {history.last:.3g} now. Samples of a prompt become "
-        "alike: raise actor.entropy_coeff, actor.clip_ratio_high or rollout.temperature"
-    )
-
-
-def _agreement(history: History, config: GuardConfig) -> str | None:
-    if history.last <= config.max_logprob_diff:
-        return None
-    return (
-        f"sampler and trainer differ by {history.last:.3g} nats a token. Where samples are of older weights, write "
-        "a smaller async.max_staleness, trainer.mode=sync or algorithm.off_policy=decoupled; else set "
-        "trainer.guards.check_weights_freq=1 for a step, and where weights agree, find out why with mcore-rl compare"
-    )
-
-
-def _sample_size(history: History, config: GuardConfig) -> str | None:
-    if history.last >= config.min_effective_sample_size:
-        return None
-    return (
-        f"the effective sample size is {history.last:.0%}: few samples are of the policy that is trained, and outweigh "
+KL = Alarm(
+    lambda history, config: config.max_kl is not None and history.last > config.max_kl,
+    "the KL to the reference is {history.last:.3g} nats, over trainer.guards.max_kl={config.max_kl:g}",
+)
+WATCHED = {
+    "reward/mean": Alarm(
+        _collapses,
+        "the reward collapses: {history.best:.3g} at its best, {history.last:.3g} now (means of {config.window} "
+        "steps). Look at rollouts/; go on from an earlier checkpoint with a smaller actor.optim.lr or a KL term",
+    ),
+    "actor/entropy": Alarm(
+        lambda history, config: history.last < config.entropy_share * history.first,
+        "the entropy collapses: {history.first:.3g} nats at first, {history.last:.3g} now. Samples of a prompt become "
+        "alike: raise actor.entropy_coeff, actor.clip_ratio_high or rollout.temperature",
+    ),
+    "rollout/logprob_diff_mean": Alarm(
+        lambda history, config: history.last > config.max_logprob_diff,
+        "sampler and trainer differ by {history.last:.3g} nats a token. Where samples are of older weights, write a "
+        "smaller async.max_staleness, trainer.mode=sync or algorithm.off_policy=decoupled; else set "
+        "trainer.guards.check_weights_freq=1 for a step, and where weights agree, find out why with mcore-rl compare",
+    ),
+    "rollout/effective_sample_size": Alarm(
+        lambda history, config: history.last < config.min_effective_sample_size,
+        "the effective sample size is {history.last:.0%}: few samples are of the policy that is trained, and outweigh "
         "the others. Write a smaller async.max_staleness, trainer.mode=sync, or algorithm.off_policy=decoupled with "
-        "algorithm.rollout_correction.level=token or geometric"
-    )
-
-
-def _masked(history: History, config: GuardConfig) -> str | None:
-    if history.last <= config.max_masked_share:
-        return None
-    return (
-        f"{history.last:.0%} of the trained tokens are left out of the loss, over trainer.guards.max_masked_share="
-        f"{config.max_masked_share:g}. Widen the bounds of algorithm.rollout_correction, or write a smaller "
-        "async.max_staleness, or trainer.mode=sync"
-    )
-
-
-def _update_kl(history: History, config: GuardConfig) -> str | None:
-    if history.last <= config.max_update_kl:
-        return None
-    return (
-        f"the ratio of the loss runs away: {history.last:.3g} nats a token between the policy that a step starts from "
+        "algorithm.rollout_correction.level=token or geometric",
+    ),
+    "rollout/masked_share": Alarm(
+        lambda history, config: history.last > config.max_masked_share,
+        "{history.last:.0%} of the trained tokens are left out of the loss, over trainer.guards.max_masked_share="
+        "{config.max_masked_share:g}. Widen the bounds of algorithm.rollout_correction, or write a smaller "
+        "async.max_staleness, or trainer.mode=sync",
+    ),
+    "actor/kl_k3": Alarm(
+        lambda history, config: history.last > config.max_update_kl,
+        "the ratio of the loss runs away: {history.last:.3g} nats a token between the policy that a step starts from "
         "and the updated one. Lower actor.optim.lr, actor.ppo_epochs or actor.clip_ratio; with "
-        "algorithm.off_policy=bypass staleness counts too, and decoupled takes it out"
-    )
-
-
-def _kl(history: History, config: GuardConfig) -> str | None:
-    if config.max_kl is None or history.last <= config.max_kl:
-        return None
-    return f"the KL to the reference is {history.last:.3g} nats, over trainer.guards.max_kl={config.max_kl:g}"
-
-
-def _cut_off(history: History, config: GuardConfig) -> str | None:
-    if history.last <= config.max_clip_share:
-        return None
-    return (
-        f"{history.last:.0%} of the responses are cut off at data.max_response_length. Raise it, or use "
-        "reward.overlong.enable=true"
-    )
-
-
-WATCHED: dict[str, Callable[[History, GuardConfig], str | None]] = {
-    "reward/mean": _reward,
-    "actor/entropy": _entropy,
-    "rollout/logprob_diff_mean": _agreement,
-    "rollout/effective_sample_size": _sample_size,
-    "rollout/masked_share": _masked,
-    "actor/kl_k3": _update_kl,
-    "kl/reward": _kl,
-    "kl/loss": _kl,
-    "response/clip_share": _cut_off,
+        "algorithm.off_policy=bypass staleness counts too, and decoupled takes it out",
+    ),
+    "kl/reward": KL,
+    "kl/loss": KL,
+    "response/clip_share": Alarm(
+        lambda history, config: history.last > config.max_clip_share,
+        "{history.last:.0%} of the responses are cut off at data.max_response_length. Raise it, or use "
+        "reward.overlong.enable=true",
+    ),
 }

@@ -2,6 +2,10 @@
 
 The batch is in Ray's store (``runtime/shared_batch.py``), balanced by tokens over data-parallel ranks.  The divisors of
 the losses' sums are counted here, over the whole minibatch, before anything is sent.
+
+Of several teachers (``Teachers``) each scores its own sequences, in one call of the workers, in which they
+take one teacher after the other: all ranks have some of every teacher's, since the ranks of a mixture of experts
+compute a pass together.
 """
 
 from __future__ import annotations
@@ -10,7 +14,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from mcore_rl.algorithms.losses.aggregation import loss_denominator
@@ -20,11 +26,10 @@ from mcore_rl.algorithms.role_loss import RoleLoss, UpdateSums
 from mcore_rl.algorithms.selection import Moments, SequencesInStep, num_selected, select_tokens, threshold
 from mcore_rl.algorithms.step_numbers import StepNumbers
 from mcore_rl.config.algorithm_object import TEACHER
-from mcore_rl.config.roles import ActorConfig, Teachers, TrainedConfig
+from mcore_rl.config.roles import ActorConfig, Teachers, TrainedConfig, snapshot_of
 from mcore_rl.config.stages import INPUTS, TOKENS, Pass, is_field
 from mcore_rl.controller.step.advantages import StepAdvantages
 from mcore_rl.controller.step.pixels import StepPictures
-from mcore_rl.controller.step.teaching import score_by_teacher
 from mcore_rl.data.balance import balance, imbalance
 from mcore_rl.data.pairs import placed_whole, units_of
 from mcore_rl.data.shared_prompts import Stem, dealt, loads, stems_of, within
@@ -33,7 +38,7 @@ from mcore_rl.runtime.shard import shards_of
 from mcore_rl.runtime.shared_batch import SharedBatch
 from mcore_rl.runtime.train_group import TrainGroup
 from mcore_rl.runtime.worker_values import SequenceAdvantages
-from mcore_rl.types import HIDDEN, Denominators, SequenceScores, StepResult, TrainBatch
+from mcore_rl.types import HIDDEN, TAUGHT_BY, Denominators, SequenceScores, StepResult, TrainBatch
 
 # The fields from which the keys of selection are computed.
 SELECTION = (*TOKENS, "old_logprobs_T", "advantages_T", "teacher_advantages_T")
@@ -319,3 +324,33 @@ def minibatches(group_S: Tensor, config: TrainedConfig, num_prompts: int, seed: 
             chosen = order[start : start + config.ppo_mini_batch_size]
             batches.append([sequence for group in chosen for sequence in members[group]])
     return batches
+
+
+async def score_by_teacher(
+    stage: Pass, group: TrainGroup, shared: SharedBatch, teachers: Teachers, temperature: float
+) -> None:
+    """Adds the log-probs or hidden states that the teachers make to the batch."""
+    teacher_S = np.asarray(teachers.numbers)[shared.extra_S[TAUGHT_BY].astype(np.int64)]
+    dp = group.layout.dp
+    taught = assignments(shared.costs_S, teacher_S, dp)
+    batches = [[of_ranks[rank] for of_ranks in taught.values()] for rank in range(dp)]
+    same: list[Sequence[int] | None] = [None] * dp  # the fields are of the sequences that are scored
+    inputs = shared.shard_refs(batches, stage.reads, same)
+    snapshots = [snapshot_of(teacher) for teacher in taught]
+    _, shards = await group.score(inputs, stage.makes, temperature=temperature, snapshots=snapshots)
+    members = [[sequence for batch in of_rank for sequence in batch] for of_rank in batches]
+    shared.add(members, shards, stage.makes)
+
+
+def assignments(costs_S: Sequence[float], teacher_S: NDArray[np.int64], num_ranks: int) -> dict[int, list[list[int]]]:
+    """For each teacher that has sequences, those that each rank scores with it, balanced by cost.
+
+    Every rank has one or more: of a teacher with fewer sequences than ranks, some are scored more than once.
+    """
+    taught = dict[int, list[list[int]]]()
+    for teacher in sorted(set(teacher_S.tolist())):
+        own = np.flatnonzero(teacher_S == teacher).tolist()
+        members = own + [own[number % len(own)] for number in range(len(own), num_ranks)]
+        ranks = balance([costs_S[sequence] for sequence in members], num_ranks)
+        taught[teacher] = [[members[place] for place in of_rank] for of_rank in ranks]
+    return taught

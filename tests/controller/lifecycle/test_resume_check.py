@@ -15,9 +15,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from mcore_rl.controller.lifecycle import run_contents
-from mcore_rl.controller.lifecycle.resume_check import RUN, Identity, note_differences
-from mcore_rl.controller.lifecycle.run_contents import MAX_SUMS, pictures_of
+from mcore_rl.controller.lifecycle import resume_check
+from mcore_rl.controller.lifecycle.resume_check import MAX_SUMS, RUN, Identity, note_differences, pictures_of
 from mcore_rl.data.media.placed import Grid, ImageRef, Placed
 from mcore_rl.errors import CheckpointError, ConfigError
 
@@ -437,17 +436,17 @@ def test_no_length_of_a_schedule_is_none_as_0_of_an_older_version_was(config: di
 
 def test_of_large_weights_pieces_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, limit in (("WHOLE_BYTES", 1000), ("HEADER_BYTES", 100), ("PIECES", 5), ("PIECE_BYTES", 10)):
-        monkeypatch.setattr(run_contents, name, limit)
+        monkeypatch.setattr(resume_check, name, limit)
     path, data = tmp_path / "model.safetensors", bytearray(2000)
     path.write_bytes(data)
-    before = run_contents.weights_of(tmp_path)
+    before = resume_check.weights_of(tmp_path)
     assert before["model.safetensors"].startswith("2000 bytes, sampled xxh3:")
     seen = 0
     for place in range(0, 2000, 5):
         path.write_bytes(data[:place] + b"x" + data[place + 1 :])
-        seen += run_contents.weights_of(tmp_path) != before
+        seen += resume_check.weights_of(tmp_path) != before
     assert seen == (100 + 5 * 10) / 5, "the header and five pieces"
     path.write_bytes(data[:-10] + b"x" * 10)
-    assert run_contents.weights_of(tmp_path) != before, "the last bytes too"
+    assert resume_check.weights_of(tmp_path) != before, "the last bytes too"
     path.write_bytes(data[:-1])
-    assert run_contents.weights_of(tmp_path) != before
+    assert resume_check.weights_of(tmp_path) != before

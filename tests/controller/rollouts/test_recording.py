@@ -12,8 +12,7 @@ from mcore_rl.config.asynchrony import AsyncConfig
 from mcore_rl.config.data import DataConfig
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.trainer import ASYNC, Mode, Placement, TrainerConfig
-from mcore_rl.controller.rollouts.recording import Recorder, read_record, record_file, scheduled_step
-from mcore_rl.controller.rollouts.replay import ReplaySource
+from mcore_rl.controller.rollouts.recording import Recorder, ReplaySource, read_record, record_file, scheduled_step
 from mcore_rl.controller.step.batch_assembly import assemble
 from mcore_rl.controller.step.preemption import Preemption
 from mcore_rl.controller.step.rollout_collection import FILTERED, SURPLUS, DroppedGroup, RolloutBatch

@@ -35,7 +35,7 @@ from mcore_rl.config.algorithm_registry import estimators
 from mcore_rl.config.roles import RoleConfig
 from mcore_rl.config.stages import Estimate
 from mcore_rl.config.trainer import PolicyModelConfig
-from mcore_rl.controller.step.stages import StepState, run_stage
+from mcore_rl.controller.loop import StepState, run_stage
 from mcore_rl.controller.step.updates import send
 from mcore_rl.runtime.shard import Portion
 from mcore_rl.tracking.clock import Clock

@@ -13,8 +13,7 @@ import torch
 from mcore_rl.config.role_table import ROLES, TEACHER_HIDDEN, TEACHER_SCORED
 from mcore_rl.config.roles import Teachers
 from mcore_rl.config.stages import TOKENS
-from mcore_rl.controller.step.teaching import assignments
-from mcore_rl.controller.step.updates import run_pass, send
+from mcore_rl.controller.step.updates import assignments, run_pass, send
 from mcore_rl.runtime.shard import Portion, Shard, WorkerInput, WorkerOutput
 from mcore_rl.types import TAUGHT_BY, TrainBatch
 from tests.support.batches import LENGTHS, ragged

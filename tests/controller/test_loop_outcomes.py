@@ -16,9 +16,9 @@ from mcore_rl.config.role_table import ROLES
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.stages import Pass, Update
 from mcore_rl.config.step_plan import step_plan
+from mcore_rl.controller.loop import StepState, run_stage
 from mcore_rl.controller.run import Run
 from mcore_rl.controller.step.preemption import Preemption
-from mcore_rl.controller.step.stages import StepState, run_stage
 from mcore_rl.controller.step.updates import send
 from mcore_rl.runtime.shard import WorkerInput
 from mcore_rl.tracking.clock import Clock

@@ -8,8 +8,7 @@ import numpy as np
 from PIL import Image
 
 from mcore_rl.config.data import DataConfig
-from mcore_rl.controller.step.samples import sample_rows
-from mcore_rl.controller.step.thumbnails import write_thumbnails
+from mcore_rl.controller.step.samples import sample_rows, write_thumbnails
 from mcore_rl.data.media.prompts import PictureReader
 from mcore_rl.data.media.sizes import Sizing
 from mcore_rl.data.prompts import PromptSet

@@ -11,7 +11,7 @@ from mcore_rl.config.engine import Device
 from mcore_rl.config.rollout import RolloutConfig, RolloutLayout
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.trainer import Placement, TrainerConfig
-from mcore_rl.controller.lifecycle.transport import weight_transport
+from mcore_rl.controller.lifecycle.weight_sync import weight_transport
 from mcore_rl.parallel.device import Platform, detect
 from mcore_rl.parallel.secret_store import StoreAccess
 from mcore_rl.runtime import placement as placing

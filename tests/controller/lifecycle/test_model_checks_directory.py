@@ -12,7 +12,7 @@ from mcore_rl.config.compose import compose
 from mcore_rl.config.engine import Device
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.trainer import PolicyModelConfig
-from mcore_rl.controller.lifecycle import model_directory
+from mcore_rl.controller.lifecycle import model_checks
 from mcore_rl.controller.lifecycle.preparation import complete, prepare
 from mcore_rl.errors import ConfigError
 from mcore_rl.families.config_json import read_config
@@ -40,7 +40,7 @@ def config(task: Path, run_dir: Path, *more: str) -> RunConfig:
 def test_a_run_reads_what_it_changes_and_says_it_once(
     task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model_directory._say.cache_clear()
+    model_checks._say.cache_clear()
     changes = ["model.config_overrides={max_position_embeddings: 999}", "model.ignore_fields=[index_topk]"]
     run = config(task, tmp_path / "run", *changes)
     prepared = [prepare(run, CPU) for _ in range(2)]
@@ -79,12 +79,12 @@ def test_a_change_that_nobody_reads_is_refused_before_anything_starts(task: Path
 def test_a_multimodal_checkpoint_is_said_to_be_trained_in_part_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model_directory._say.cache_clear()
+    model_checks._say.cache_clear()
     (tmp_path / "model").mkdir()
     described = json.dumps(text_parts.config("Gemma3ForConditionalGeneration"))
     (tmp_path / "model" / "config.json").write_text(described)
     for _ in range(2):
-        model_directory.prepare_model(PolicyModelConfig(path=str(tmp_path / "model")), tmp_path / "model")
+        model_checks.prepare_model(PolicyModelConfig(path=str(tmp_path / "model")), tmp_path / "model")
     said = capsys.readouterr().err
     assert said.count("Gemma3ForConditionalGeneration: the text part, Gemma3ForCausalLM, is trained") == 1
     assert "vision_tower.* and multi_modal_projector.* are left as they are" in said
