@@ -60,10 +60,11 @@ from mcore_rl.controller.step.preemption import Preemption
 from mcore_rl.controller.step.rollout_collection import RolloutBatch
 from mcore_rl.controller.step.samples import sample_rows
 from mcore_rl.data.prompts import PromptRow
-from mcore_rl.episodes import Author, Episode, FinishReason, Segment, prompt_segment
+from mcore_rl.ground.types import SequenceScores, StepResult
 from mcore_rl.parallel.device import detect, memory
 from mcore_rl.parallel.layout import Layout
 from mcore_rl.rewards.score import Score
+from mcore_rl.rollout.episodes import Author, Episode, FinishReason, Segment, prompt_segment
 from mcore_rl.rollout.protocol import EngineMemory, Pause
 from mcore_rl.runtime.answers import Answer, message_of
 from mcore_rl.runtime.shard import Portion, Shard
@@ -73,7 +74,6 @@ from mcore_rl.runtime.watchdog import Watchdog
 from mcore_rl.runtime.worker_values import TrainResults
 from mcore_rl.tracking.clock import Clock
 from mcore_rl.tracking.samples import write_samples
-from mcore_rl.types import SequenceScores, StepResult
 
 SECONDS = 3.0
 PROMPT, GROUP, PER_NODE = 1_024, 8, 8

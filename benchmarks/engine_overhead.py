@@ -46,6 +46,7 @@ from torch import Tensor
 from mcore_rl.config.engine import Device, EngineConfig, LayerSpec, OptimizerConfig, Precision
 from mcore_rl.config.model import ModelConfig, MoeConfig
 from mcore_rl.config.parallel import ParallelConfig
+from mcore_rl.ground.types import Denominators, LossInputs, LossSums, TrainBatch
 from mcore_rl.parallel.device import detect, device_of
 from mcore_rl.parallel.groups import init_groups
 from mcore_rl.parallel.launch import Rank, run_ranks
@@ -58,7 +59,6 @@ from mcore_rl.training.engine import Engine
 from mcore_rl.training.microbatch import Microbatch, build_microbatches
 from mcore_rl.training.router import Purpose
 from mcore_rl.training.schedule import run_schedule
-from mcore_rl.types import Denominators, LossInputs, LossSums, TrainBatch
 
 TARGET = 0.03
 NUM_SEQUENCES = 16

@@ -21,11 +21,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import yaml
+from mcore_rl.from_verl.programs import launch_of
 
 from mcore_rl.cli import main as command
-from mcore_rl.from_verl.programs import launch_of
 from mcore_rl.from_verl.shell import expand
-from mcore_rl.secrets import without_secrets
+from mcore_rl.ground.secrets import without_secrets
 
 ARGUMENTS = ("8", "checkpoints")
 ELSEWHERE = ("sglang", "trtllm", "_npu", "ascend", "veomni", "torchtitan", "automodel", "megatron_lite", "mlite")

@@ -33,13 +33,13 @@ from torch import Tensor
 from mcore_rl.config.engine import Device, EngineConfig, LayerSpec, OptimizerConfig, Precision
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.parallel import ParallelConfig
+from mcore_rl.ground.types import Denominators, LossInputs, LossSums, TrainBatch
 from mcore_rl.parallel.device import Platform, detect, device_of, memory, pinned_empty_like, synchronize
 from mcore_rl.parallel.groups import init_groups
 from mcore_rl.parallel.launch import Rank, run_ranks
 from mcore_rl.parallel.layout import Layout
 from mcore_rl.training.engine import Engine
 from mcore_rl.training.offload import OffloadPart
-from mcore_rl.types import Denominators, LossInputs, LossSums, TrainBatch
 
 if TYPE_CHECKING:  # benchmarks/gpu.py measures by these functions where no rich is installed
     from rich.table import Table

@@ -28,6 +28,7 @@ from mcore_rl.config.engine import Device, EngineConfig, LayerSpec, OptimizerCon
 from mcore_rl.config.model import MlaConfig, ModelConfig, MoeConfig, RouterScore
 from mcore_rl.config.parallel import parse_layout
 from mcore_rl.config.role import Head
+from mcore_rl.ground.types import Denominators, LossInputs, LossSums, TrainBatch
 from mcore_rl.parallel.device import detect, device_of, memory, reset_peak_memory
 from mcore_rl.parallel.groups import init_groups
 from mcore_rl.parallel.launch import Rank, run_ranks
@@ -36,7 +37,6 @@ from mcore_rl.planning.memory import process_peak
 from mcore_rl.planning.overheads import GIB
 from mcore_rl.planning.training import RolePlan, Work
 from mcore_rl.training.engine import Engine
-from mcore_rl.types import Denominators, LossInputs, LossSums, TrainBatch
 
 TARGET = 0.1
 LENGTH = 512  # tokens of every sequence

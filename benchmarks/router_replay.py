@@ -27,15 +27,15 @@ from rich.table import Table
 from mcore_rl.config.engine import Device, EngineConfig, OptimizerConfig
 from mcore_rl.config.model import ModelConfig, MoeConfig
 from mcore_rl.config.parallel import ParallelConfig
-from mcore_rl.episodes import FinishReason
+from mcore_rl.ground.types import Denominators, LossInputs, LossSums, TrainBatch
 from mcore_rl.parallel.device import detect, device_of
 from mcore_rl.parallel.groups import init_groups
 from mcore_rl.parallel.launch import Rank, run_ranks
 from mcore_rl.parallel.layout import Layout
+from mcore_rl.rollout.episodes import FinishReason
 from mcore_rl.rollout.protocol import Sample
 from mcore_rl.rollout.routes import checked_routes
 from mcore_rl.training.engine import Engine
-from mcore_rl.types import Denominators, LossInputs, LossSums, TrainBatch
 
 LONGEST, SEQUENCES = 256, 8
 MODEL = ModelConfig(

@@ -27,12 +27,12 @@ from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.parallel import ParallelConfig
 from mcore_rl.data.shared_prompts import stems_of
 from mcore_rl.families.flops import forward_flops
+from mcore_rl.ground.types import Denominators, LossInputs, LossSums, TrainBatch
 from mcore_rl.parallel.device import detect, device_of
 from mcore_rl.parallel.groups import init_groups
 from mcore_rl.parallel.launch import Rank, run_ranks
 from mcore_rl.parallel.layout import Layout
 from mcore_rl.training.engine import Engine
-from mcore_rl.types import Denominators, LossInputs, LossSums, TrainBatch
 
 PROMPTS, BUDGET = 2, 65_536
 LENGTHS = ((512, 32), (512, 128), (256, 256), (128, 512), (32, 512))  # tokens of a prompt, and of an answer

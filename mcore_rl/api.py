@@ -29,7 +29,7 @@ from mcore_rl.config.reward import Completions
 from mcore_rl.config.reward_training import RewardTrainingConfig
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.sft import SftConfig
-from mcore_rl.errors import ConfigError, Violation, refuse_if_any
+from mcore_rl.ground.errors import ConfigError, Violation, refuse_if_any
 from mcore_rl.tracking.jsonl import read_metrics
 from mcore_rl.tracking.run_owner import KEY, demand_free
 

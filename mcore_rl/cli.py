@@ -19,7 +19,7 @@ from mcore_rl import __version__
 from mcore_rl.config.names import NO_KEY
 from mcore_rl.config.options import check_options, spelt_as_options
 from mcore_rl.config.resources import MODEL_CONFIGS, PAGES
-from mcore_rl.errors import ConfigError, McoreRLError, shortened
+from mcore_rl.ground.errors import ConfigError, McoreRLError, shortened
 from mcore_rl.tracking.messages import HarmlessFormatter
 
 ABOUT = "Reinforcement learning for large language models, on Megatron-core: from the first plan to the report."
@@ -188,7 +188,7 @@ def _notes(error: BaseException) -> list[str]:
 
 def _tell(text: str, error: BaseException) -> None:
     """Shows ``text`` and the notes of ``error``, without secrets."""
-    from mcore_rl.secrets import redacted
+    from mcore_rl.ground.secrets import redacted
     from mcore_rl.tracking.messages import say
 
     say(redacted("\n".join(filter(None, [text, *_notes(error)]))))

@@ -21,7 +21,7 @@ from mcore_rl.config.reward import Completions, RewardConfig
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.trainer import Logger
 from mcore_rl.controller.programs import train as program
-from mcore_rl.errors import ConfigError
+from mcore_rl.ground.errors import ConfigError
 from mcore_rl.rewards.by_value import FOLDERS
 from mcore_rl.tracking.run_owner import RunOwner
 from tests.tracking.recorded_run import record

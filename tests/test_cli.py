@@ -31,7 +31,7 @@ from mcore_rl.config.resources import PAGES
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.typed import put
 from mcore_rl.controller.lifecycle.run_checkpoints import complete_checkpoints
-from mcore_rl.errors import ConfigError, Violation
+from mcore_rl.ground.errors import ConfigError, Violation
 from tests.house.source import ROOT
 from tests.support.run_task import GONE_S, overrides, still_alive, write_task
 

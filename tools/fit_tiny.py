@@ -37,13 +37,13 @@ from mcore_rl.config.engine import (
 from mcore_rl.config.model import ModelConfig, MoeConfig
 from mcore_rl.config.options import check_options, typed
 from mcore_rl.config.parallel import ParallelConfig, parse_layers, parse_layout
-from mcore_rl.errors import McoreRLError, refuse_if_any
+from mcore_rl.ground.errors import McoreRLError, refuse_if_any
 from mcore_rl.parallel.layout import Layout, describe_placement, layout_violations
 
 if TYPE_CHECKING:  # torch and Megatron come when all is checked
+    from mcore_rl.ground.types import LossInputs, LossSums, TrainBatch
     from mcore_rl.parallel.launch import Rank
     from mcore_rl.training.engine import Engine
-    from mcore_rl.types import LossInputs, LossSums, TrainBatch
 
 ALPHABET = "0123456789+=;"
 MODEL = ModelConfig(
@@ -98,7 +98,7 @@ def sums(count: int, seed: int) -> TrainBatch:
     """``count`` problems such as ``37+85=122;``; only the answer is trained."""
     import torch
 
-    from mcore_rl.types import TrainBatch
+    from mcore_rl.ground.types import TrainBatch
 
     draw = random.Random(seed)
     tokens: list[int] = []
@@ -115,7 +115,7 @@ def sums(count: int, seed: int) -> TrainBatch:
 
 def cross_entropy(inputs: LossInputs) -> LossSums:
     """Minus the log-probability of the trained tokens."""
-    from mcore_rl.types import LossSums
+    from mcore_rl.ground.types import LossSums
 
     assert inputs.logprobs_N is not None
     return LossSums(total=-(inputs.logprobs_N * inputs.mask_N).sum(), metrics={})
@@ -139,10 +139,10 @@ def held_out_loss(engine: Engine, batch: TrainBatch) -> tuple[float, float]:
 
 def fit(rank: Rank, settings: Settings) -> dict[str, object]:
     """One process of the fit."""
+    from mcore_rl.ground.types import Denominators
     from mcore_rl.parallel.device import detect, device_of
     from mcore_rl.parallel.groups import init_groups
     from mcore_rl.training.engine import Engine
-    from mcore_rl.types import Denominators
 
     platform = detect(settings.device)
     rank.init_process_group(platform)

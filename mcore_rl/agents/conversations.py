@@ -25,8 +25,8 @@ from mcore_rl.agents.openai_requests import ApiError, after, digested
 from mcore_rl.agents.rendering import TOOL
 from mcore_rl.agents.session import ABORTED, OPENING, RESPONSE_TOKENS, TURNS, DrawnTurn, SessionParts, drawn, read_turn
 from mcore_rl.data.prompts import PromptRow
-from mcore_rl.episodes import AgentCounts, Author, Episode, FinishReason, Segment
-from mcore_rl.errors import DataError, DeadEngineError, WeightsIncompleteError
+from mcore_rl.ground.errors import DataError, DeadEngineError, WeightsIncompleteError
+from mcore_rl.rollout.episodes import AgentCounts, Author, Episode, FinishReason, Segment
 from mcore_rl.rollout.protocol import Sample, SampleSource, Sampling
 from mcore_rl.rollout.single_turn import drawn_segment
 

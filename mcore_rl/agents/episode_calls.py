@@ -16,8 +16,8 @@ from typing import Any
 from mcore_rl.agents.limited import limited
 from mcore_rl.agents.tools import EpisodeTool, ToolCall, ToolResult, ToolSet, result_of
 from mcore_rl.config.agent import AgentConfig, CutSide
+from mcore_rl.ground.secrets import redacted
 from mcore_rl.rewards.score import finite
-from mcore_rl.secrets import redacted
 
 CUT = "...(truncated)..."
 MAX_ERROR = 500  # characters

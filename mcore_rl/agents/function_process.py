@@ -24,10 +24,10 @@ from pathlib import Path
 from typing import Any
 
 from mcore_rl.agents.tools import EpisodeTool, ToolResult, ToolSchema
-from mcore_rl.errors import ConfigError, Violation
-from mcore_rl.json_text import read_json
+from mcore_rl.ground.errors import ConfigError, Violation
+from mcore_rl.ground.json_text import read_json
+from mcore_rl.ground.secrets import redacted, without_secrets
 from mcore_rl.processes.guarding import GuardedProgram
-from mcore_rl.secrets import redacted, without_secrets
 
 START_S = 60.0  # to start and to import the file
 MAX_ANSWER = 1 << 20  # characters of a result

@@ -37,7 +37,7 @@ from mcore_rl.agents.openai_requests import (
 )
 from mcore_rl.agents.rendering import call_id
 from mcore_rl.agents.session import SessionParts
-from mcore_rl.errors import ConfigError, Violation
+from mcore_rl.ground.errors import ConfigError, Violation
 from mcore_rl.rewards.score import NotANumberError, finite
 from mcore_rl.rollout.vllm.tool_parsers import ReadCalls
 

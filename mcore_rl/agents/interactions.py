@@ -8,7 +8,7 @@ from typing import Any
 from mcore_rl.agents.limited import limited
 from mcore_rl.agents.tool_loading import imported_class, lacking, listed_classes
 from mcore_rl.config.agent import AgentConfig
-from mcore_rl.errors import ConfigError, Violation, refuse_if_any
+from mcore_rl.ground.errors import ConfigError, Violation, refuse_if_any
 from mcore_rl.rewards.gsm8k import gold_number, marked_answer
 from mcore_rl.rewards.numbers import last_number
 from mcore_rl.rewards.score import finite

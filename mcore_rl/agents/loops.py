@@ -19,8 +19,8 @@ from mcore_rl.agents.session import ANSWERED, INTERACTION, INTERACTION_FAILED, E
 from mcore_rl.agents.toolbox.calculator import evaluated, written
 from mcore_rl.agents.tools import ToolCall, ToolSet
 from mcore_rl.data.prompts import PromptRow
-from mcore_rl.episodes import Episode, FinishReason
-from mcore_rl.json_text import read_json
+from mcore_rl.ground.json_text import read_json
+from mcore_rl.rollout.episodes import Episode, FinishReason
 
 OBSERVATION = "Observation:"
 # Nothing here can match in two ways: with white space around the name, a line of spaces took cubic time.

@@ -25,10 +25,10 @@ import yaml
 from jsonschema import Draft202012Validator, SchemaError
 
 from mcore_rl.agents.tools import EpisodeTool, ToolResult, ToolSchema
-from mcore_rl.errors import ConfigError, Violation, pip_line
-from mcore_rl.json_text import read_json
+from mcore_rl.ground.errors import ConfigError, Violation, pip_line
+from mcore_rl.ground.json_text import read_json
+from mcore_rl.ground.secrets import redacted, without_secrets
 from mcore_rl.processes.guarding import GuardedProgram
-from mcore_rl.secrets import redacted, without_secrets
 
 KEY = "rollout.agent.mcp_config_path"
 FORM = "Write mcpServers: {NAME: {command, args, env, cwd} or {url, headers}, ...}"

@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from mcore_rl.json_text import read_json
+from mcore_rl.ground.json_text import read_json
 from mcore_rl.rollout.protocol import Sampling
 
 MAX_CHOICES, MAX_STOPS, MAX_STOP = 16, 16, 1000  # MAX_STOP: characters of a stop string

@@ -32,11 +32,11 @@ from mcore_rl.agents.session import (
 )
 from mcore_rl.config.agent import ProgramConfig, ProgramReward
 from mcore_rl.data.prompts import PromptRow
-from mcore_rl.episodes import Episode, FinishReason
-from mcore_rl.json_text import read_json
+from mcore_rl.ground.json_text import read_json
+from mcore_rl.ground.secrets import redacted, without_secrets
 from mcore_rl.processes.guarding import guarded
 from mcore_rl.rewards.score import NotANumberError, Score, finite
-from mcore_rl.secrets import redacted, without_secrets
+from mcore_rl.rollout.episodes import Episode, FinishReason
 
 if TYPE_CHECKING:
     from mcore_rl.agents.gateway import Access, Gateway

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from mcore_rl.agents.text_encoding import Marks, TextEncoder, TextRun, encodable
 from mcore_rl.data.chat_template import readable
-from mcore_rl.errors import DataError
+from mcore_rl.ground.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -25,8 +25,8 @@ from mcore_rl.agents.tool_loading import lacking, load_tools
 from mcore_rl.config.agent import AgentConfig, ProgramReward
 from mcore_rl.config.reward import CodeConfig
 from mcore_rl.data.prompts import PromptRow
-from mcore_rl.episodes import Episode
-from mcore_rl.errors import ConfigError, DeadEngineError, RolloutError, Violation
+from mcore_rl.ground.errors import ConfigError, DeadEngineError, RolloutError, Violation
+from mcore_rl.rollout.episodes import Episode
 from mcore_rl.rollout.protocol import SampleSource, Sampling
 from mcore_rl.rollout.vllm.tool_parsers import ReadCalls, VllmCallReader
 

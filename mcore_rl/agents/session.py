@@ -20,7 +20,7 @@ from mcore_rl.agents.rendering import TOOL, ChatMessage, TurnRenderer, call_id
 from mcore_rl.agents.tools import ToolCall, ToolSet
 from mcore_rl.config.agent import AgentConfig
 from mcore_rl.data.prompts import PromptRow
-from mcore_rl.episodes import AgentCounts, Author, Episode, FinishReason, Segment, prompt_segment
+from mcore_rl.rollout.episodes import AgentCounts, Author, Episode, FinishReason, Segment, prompt_segment
 from mcore_rl.rollout.protocol import Prompt, Request, Sample, SampleSource, Sampling
 from mcore_rl.rollout.single_turn import drawn_segment
 from mcore_rl.rollout.vllm.tool_parsers import ReadCalls

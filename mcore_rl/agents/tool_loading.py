@@ -17,7 +17,7 @@ from mcore_rl.agents.mcp_servers import McpServer, mcp_tools
 from mcore_rl.agents.tools import TOOLS_KEY, ToolSchema, ToolSet
 from mcore_rl.config.agent import AgentConfig
 from mcore_rl.config.reward import CodeConfig
-from mcore_rl.errors import ConfigError, Violation, refuse_if_any
+from mcore_rl.ground.errors import ConfigError, Violation, refuse_if_any
 
 FILE_KEY = "rollout.agent.tool_config_path"
 # The module whose ``make(config, code)`` makes a tool.

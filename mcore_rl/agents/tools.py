@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mcore_rl.agents.schema_checks import wrong_arguments
-from mcore_rl.json_text import read_json
+from mcore_rl.ground.json_text import read_json
 from mcore_rl.rewards.score import finite
 
 TOOLS_KEY = "rollout.agent.tools"  # names the tools of a run

@@ -22,7 +22,7 @@ from mcore_rl.algorithms.advantages.ragged import Trained, at_tokens, sequence_c
 from mcore_rl.algorithms.kl import kl_k3
 from mcore_rl.algorithms.losses.token_losses import MAX_LOG_RATIO
 from mcore_rl.config.algorithm import CorrectionLevel, CorrectionMode, Rejection, RolloutCorrectionConfig
-from mcore_rl.types import NOT_DRAWN, SentAsArrays
+from mcore_rl.ground.types import NOT_DRAWN, SentAsArrays
 
 MEASURE = RolloutCorrectionConfig()  # ratios of tokens
 

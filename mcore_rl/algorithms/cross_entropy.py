@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from mcore_rl.algorithms.losses.token_losses import masked_sum
 from mcore_rl.algorithms.role_loss import RoleLoss
 from mcore_rl.config.roles import RoleConfig
-from mcore_rl.types import LossInputs, LossSums
+from mcore_rl.ground.types import LossInputs, LossSums
 
 
 @dataclass(frozen=True)

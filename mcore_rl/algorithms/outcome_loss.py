@@ -15,7 +15,7 @@ from mcore_rl.algorithms.losses.token_losses import trained_rows
 from mcore_rl.algorithms.role_loss import RoleLoss, UpdateSums
 from mcore_rl.config.algorithms.prime import ProcessRewardConfig
 from mcore_rl.config.stages import OUTCOME
-from mcore_rl.types import LossInputs, LossSums
+from mcore_rl.ground.types import LossInputs, LossSums
 
 _RIGHT = "right"
 _COUNT = "count"

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from mcore_rl.algorithms.advantages.ragged import Trained, sequence_sums
 from mcore_rl.algorithms.correction import MEASURE, CorrectionSums, correct, drawn_tokens
-from mcore_rl.types import SequenceScores, TokenScores, TrainBatch
+from mcore_rl.ground.types import SequenceScores, TokenScores, TrainBatch
 
 
 @dataclass(frozen=True)

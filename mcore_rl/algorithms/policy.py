@@ -33,7 +33,7 @@ from mcore_rl.algorithms.role_loss import RoleLoss, UpdateSums
 from mcore_rl.config import algorithm_registry
 from mcore_rl.config.algorithm import DistillConfig
 from mcore_rl.config.roles import ActorConfig
-from mcore_rl.types import TAUGHT_BY, LossInputs, LossSums
+from mcore_rl.ground.types import TAUGHT_BY, LossInputs, LossSums
 
 TAUGHT = "taught"  # metrics of the loss alone: the tokens that each teacher teaches
 # The loss's name of a mean over trained tokens -> its key in metrics.jsonl.

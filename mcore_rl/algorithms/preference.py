@@ -22,7 +22,7 @@ from mcore_rl.algorithms.role_loss import RoleLoss
 from mcore_rl.config.pairs import PairsConfig
 from mcore_rl.config.prefer import PreferredConfig
 from mcore_rl.config.preference import PreferenceConfig
-from mcore_rl.types import LossInputs, LossSums
+from mcore_rl.ground.types import LossInputs, LossSums
 
 MARGIN = "margin_S"
 WEIGHT = "weight_S"

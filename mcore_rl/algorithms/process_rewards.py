@@ -27,7 +27,7 @@ from mcore_rl.algorithms.advantages.ragged import (
 from mcore_rl.algorithms.advantages.rloo import rloo
 from mcore_rl.config.algorithms.prime import PROCESS_REWARD, PrimeConfig, ProcessNorm, ProcessRewardConfig
 from mcore_rl.config.stages import OUTCOME, OUTCOMES, TOKEN_REWARDS
-from mcore_rl.types import SentAsArrays, TrainBatch
+from mcore_rl.ground.types import SentAsArrays, TrainBatch
 
 if TYPE_CHECKING:
     from mcore_rl.algorithms.step_batch import StepBatch

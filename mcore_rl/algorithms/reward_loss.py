@@ -21,7 +21,7 @@ from mcore_rl.algorithms.losses.token_losses import masked_sum, trained_rows
 from mcore_rl.algorithms.preference import LABEL, MARGIN, WEIGHT, wins
 from mcore_rl.algorithms.role_loss import RoleLoss
 from mcore_rl.config.reward_training import RewardLoss, RewardLossConfig, TrainedRewardConfig
-from mcore_rl.types import LossInputs, LossSums
+from mcore_rl.ground.types import LossInputs, LossSums
 
 STEP_LABEL_T, STEP_LABEL_N = "step_label_T", "step_label_N"  # of a batch, and of what a loss sees of it
 BINS = 10  # of a calibration error, of equal width from 0 to 1

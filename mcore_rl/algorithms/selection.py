@@ -25,7 +25,7 @@ from mcore_rl.algorithms.advantages.ragged import Trained
 from mcore_rl.algorithms.step_numbers import StepNumbers, finish
 from mcore_rl.config.algorithm_registry import policy_loss
 from mcore_rl.config.roles import ActorConfig
-from mcore_rl.types import TrainBatch
+from mcore_rl.ground.types import TrainBatch
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ import numpy as np
 from torch import Tensor
 
 from mcore_rl.algorithms.token_advantages import Outcomes
-from mcore_rl.types import TrainBatch
+from mcore_rl.ground.types import TrainBatch
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from mcore_rl.algorithms.advantages.estimation import Whitening, final_advantages
-from mcore_rl.types import TrainBatch
+from mcore_rl.ground.types import TrainBatch
 
 
 @dataclass(frozen=True, kw_only=True)

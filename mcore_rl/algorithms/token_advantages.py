@@ -20,7 +20,7 @@ from mcore_rl.algorithms.kl import PENALTIES, kl_k1
 from mcore_rl.algorithms.shaping import mask_truncated
 from mcore_rl.config.algorithm import AlgorithmConfig, OffPolicy
 from mcore_rl.config.stages import TOKEN_REWARDS
-from mcore_rl.types import SentAsArrays, TrainBatch
+from mcore_rl.ground.types import SentAsArrays, TrainBatch
 
 TEACHER_LOGPROBS = "teacher_logprobs_T"  # the field that the role ``teacher`` makes
 

@@ -16,7 +16,7 @@ from mcore_rl.algorithms.losses.aggregation import sum_token_losses
 from mcore_rl.algorithms.losses.token_losses import ROUNDING, masked_sum, trained_rows
 from mcore_rl.algorithms.role_loss import RoleLoss, UpdateSums
 from mcore_rl.config.roles import CriticConfig
-from mcore_rl.types import LossInputs, LossSums
+from mcore_rl.ground.types import LossInputs, LossSums
 
 
 @dataclass(frozen=True)

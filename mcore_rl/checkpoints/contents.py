@@ -15,8 +15,8 @@ from mcore_rl.checkpoints.megatron_checkpoint import StoredKeys
 from mcore_rl.checkpoints.safetensors import TensorSpec
 from mcore_rl.checkpoints.stacked import stored_tensors
 from mcore_rl.config.role import Head
-from mcore_rl.errors import CheckpointError
 from mcore_rl.families.config_json import CONFIG
+from mcore_rl.ground.errors import CheckpointError
 from mcore_rl.weights.table import Table
 
 UNKNOWN = "unknown"

@@ -40,10 +40,10 @@ from mcore_rl.config.lora import LoraConfig
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.parallel import ParallelConfig
 from mcore_rl.config.role import Head
-from mcore_rl.errors import CheckpointError, refuse_if_any
 from mcore_rl.families.config_json import CONFIG, read_config
 from mcore_rl.families.family import Family
 from mcore_rl.families.registry import model_of
+from mcore_rl.ground.errors import CheckpointError, refuse_if_any
 from mcore_rl.parallel.layout import layout_violations
 from mcore_rl.weights.adapter_table import AdapterTable, adapter_name
 from mcore_rl.weights.table import Table

@@ -44,7 +44,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from mcore_rl.checkpoints.new_directory import NewDirectory
 from mcore_rl.checkpoints.safetensors import WINDOW_BYTES, OpenFiles, TensorInfo, TensorSpec, assert_part, read_slice
-from mcore_rl.errors import CheckpointError
+from mcore_rl.ground.errors import CheckpointError
 from mcore_rl.weights.tensor_slice import TensorSlice, row_major_strides
 from mcore_rl.weights.views import view_of
 

@@ -26,8 +26,8 @@ from mcore_rl.checkpoints.rest import Rest, open_files, rest_beside, writer_of
 from mcore_rl.checkpoints.safetensors import WINDOW_BYTES, TensorSpec, in_groups
 from mcore_rl.checkpoints.sharded_writer import SHARD_BYTES, ShardedWriter
 from mcore_rl.checkpoints.stacked import unstacked
-from mcore_rl.errors import CheckpointError, WeightMapError
 from mcore_rl.families.rules import Stage
+from mcore_rl.ground.errors import CheckpointError, WeightMapError
 from mcore_rl.parallel.agreement import together
 from mcore_rl.weights.binding import bind
 from mcore_rl.weights.published import PublishedTensors

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from mcore_rl.checkpoints.safetensors import OpenFiles, TensorInfo, read_header, read_slice
-from mcore_rl.errors import CheckpointError
-from mcore_rl.json_text import read_json
+from mcore_rl.ground.errors import CheckpointError
+from mcore_rl.ground.json_text import read_json
 from mcore_rl.weights.tensor_slice import TensorSlice
 
 SINGLE = "model.safetensors"

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from mcore_rl.config.role import Head
-from mcore_rl.errors import CheckpointError
 from mcore_rl.families.config_json import CONFIG, read_config
 from mcore_rl.families.decoder import PREDICTION_LAYERS
 from mcore_rl.families.text_part import text_config, with_text
+from mcore_rl.ground.errors import CheckpointError
 
 PATTERNS = ("*.json", "*.model", "*.txt", "*.jinja", "*.py", "*.tiktoken", "*.bpe", "additional_chat_templates/*.jinja")
 INDEX_SUFFIX = ".index.json"  # of weights, under whatever name

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from mcore_rl.config.model import ModelConfig
-from mcore_rl.errors import CheckpointError
 from mcore_rl.families.config_json import CONFIG, read_config
 from mcore_rl.families.registry import model_of
+from mcore_rl.ground.errors import CheckpointError
 
 # How long a sequence may be is decided by who loads the weights; what a length changes in the rope is in its fields.
 NOT_COMPARED = {"max_position_embeddings"}

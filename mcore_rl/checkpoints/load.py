@@ -18,8 +18,8 @@ from mcore_rl.checkpoints.not_a_number import NanCheck
 from mcore_rl.checkpoints.safetensors import TensorInfo, windows_of
 from mcore_rl.checkpoints.stacked import stored_tensors, unstacked
 from mcore_rl.config.role import Head
-from mcore_rl.errors import CheckpointError
 from mcore_rl.families.blocks import EMBEDDING_TENSOR, HF_LAYER, VALUE_HEAD
+from mcore_rl.ground.errors import CheckpointError
 from mcore_rl.weights.binding import Bound, bind
 from mcore_rl.weights.table import Piece, Table
 from mcore_rl.weights.views import view_of

@@ -32,10 +32,10 @@ from mcore_rl.checkpoints.safetensors import TensorSpec
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.parallel import ParallelConfig
 from mcore_rl.config.role import Head
-from mcore_rl.errors import CheckpointError
 from mcore_rl.families.blocks import LAYER
 from mcore_rl.families.family import Family
 from mcore_rl.families.rules import Axis, megatron_vocab, num_experts, split
+from mcore_rl.ground.errors import CheckpointError
 from mcore_rl.weights.names import canonical
 from mcore_rl.weights.table import LocalTensor, Piece, Table
 from mcore_rl.weights.tensor_slice import TensorSlice, row_major_strides, windows

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mcore_rl.checkpoints.hf_directory import HfCheckpoint
 from mcore_rl.checkpoints.safetensors import TensorInfo, assert_part
-from mcore_rl.errors import CheckpointError
+from mcore_rl.ground.errors import CheckpointError
 from mcore_rl.weights.tensor_slice import TensorSlice
 
 BLOCKS = "_blocks"

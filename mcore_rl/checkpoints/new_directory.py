@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from mcore_rl.errors import CheckpointError
+from mcore_rl.ground.errors import CheckpointError
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 

@@ -31,8 +31,8 @@ from mcore_rl.checkpoints.rest import part_in
 from mcore_rl.checkpoints.safetensors import read_header
 from mcore_rl.config.lora import ALL_LINEAR, LoraConfig
 from mcore_rl.config.role import Head
-from mcore_rl.errors import CheckpointError
-from mcore_rl.json_text import read_json
+from mcore_rl.ground.errors import CheckpointError
+from mcore_rl.ground.json_text import read_json
 from mcore_rl.weights.adapter_table import AdapterTable, all_linear
 from mcore_rl.weights.table import Table
 

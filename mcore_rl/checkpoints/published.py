@@ -15,11 +15,11 @@ from mcore_rl.checkpoints.block_fp8 import BlockFp8Checkpoint
 from mcore_rl.checkpoints.hf_directory import SCALE_SUFFIX, HfCheckpoint
 from mcore_rl.checkpoints.mxfp4 import BLOCKS, SCALES, Mxfp4Checkpoint
 from mcore_rl.checkpoints.rest import open_files
-from mcore_rl.errors import CheckpointError
 from mcore_rl.families.config_json import read_config
 from mcore_rl.families.registry import UNQUANTISED, model_of
 from mcore_rl.families.text_part import text_config
-from mcore_rl.json_text import read_json
+from mcore_rl.ground.errors import CheckpointError
+from mcore_rl.ground.json_text import read_json
 
 FP8 = {torch.float8_e4m3fn, torch.float8_e5m2}
 PROCESSOR = "preprocessor_config.json"

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from mcore_rl.checkpoints.safetensors import OpenFiles, TensorInfo, read_header, read_metadata, read_slice
 from mcore_rl.config.role import Head
-from mcore_rl.errors import CheckpointError
+from mcore_rl.ground.errors import CheckpointError
 from mcore_rl.weights.table import Piece
 from mcore_rl.weights.tensor_slice import TensorSlice, slices_of_range, without
 from mcore_rl.weights.views import view_of

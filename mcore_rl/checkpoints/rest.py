@@ -31,11 +31,11 @@ from mcore_rl.checkpoints.safetensors import (
 from mcore_rl.checkpoints.sharded_writer import FORMAT, ShardedWriter
 from mcore_rl.checkpoints.stacked import StackedWriter, expert_parameters, is_fused, stacks_in, transposed
 from mcore_rl.config.role import Head
-from mcore_rl.errors import CheckpointError
 from mcore_rl.families.config_json import CONFIG, read_config
 from mcore_rl.families.registry import model_of
 from mcore_rl.families.stacks import Stack
 from mcore_rl.families.text_part import NamesInFiles, TextPart, text_part_of
+from mcore_rl.ground.errors import CheckpointError
 from mcore_rl.weights.table import Table
 from mcore_rl.weights.tensor_slice import TensorSlice, offset_of, row_major_strides
 

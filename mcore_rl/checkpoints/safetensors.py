@@ -26,8 +26,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from mcore_rl.errors import CheckpointError
-from mcore_rl.json_text import read_json
+from mcore_rl.ground.errors import CheckpointError
+from mcore_rl.ground.json_text import read_json
 from mcore_rl.weights.tensor_slice import TensorSlice, is_one_run, offset_of, row_major_strides, span_of, windows
 from mcore_rl.weights.views import view_of
 

@@ -36,7 +36,7 @@ from mcore_rl.checkpoints.safetensors import (
     in_groups,
     tensor_bytes,
 )
-from mcore_rl.errors import CheckpointError
+from mcore_rl.ground.errors import CheckpointError
 from mcore_rl.weights.tensor_slice import TensorSlice, is_one_run, offset_of, row_major_strides, windows
 from mcore_rl.weights.views import view_of
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from mcore_rl.checkpoints.manifest import BLOCK_BYTES, FileSum, sum_text
 from mcore_rl.checkpoints.safetensors import WINDOW_BYTES, TensorSpec, encode_header, tensor_bytes
-from mcore_rl.errors import CheckpointError
+from mcore_rl.ground.errors import CheckpointError
 from mcore_rl.parallel.device import Platform, num_cores, pinned_empty_like, synchronize
 
 MAX_COPIERS = 8  # threads

@@ -37,8 +37,8 @@ from mcore_rl.config.engine import Precision
 from mcore_rl.config.options import typed
 from mcore_rl.config.parallel import parse_layout
 from mcore_rl.config.rollout import Quantization, TopK, ValidationConfig, draw_violations, parse_rollout_layout
-from mcore_rl.errors import ConfigError, Violation, refuse_if_any
 from mcore_rl.families.config_changes import add_change_options, changed_directory, changes_asked
+from mcore_rl.ground.errors import ConfigError, Violation, refuse_if_any
 
 if TYPE_CHECKING:
     from mcore_rl.reports.report import LogprobReport, RoundingReport

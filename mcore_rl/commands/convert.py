@@ -37,10 +37,10 @@ from rich.table import Table
 from mcore_rl.config.bounds import InputDirectory, InputModel, InputTokenizer, OutputDirectory
 from mcore_rl.config.options import typed
 from mcore_rl.config.parallel import parse_layout
-from mcore_rl.errors import ConfigError, Violation
 from mcore_rl.families.config_changes import add_change_options, changed_directory, changes_asked
 from mcore_rl.families.config_json import CONFIG, read_config
 from mcore_rl.families.registry import unread_fields
+from mcore_rl.ground.errors import ConfigError, Violation
 
 if TYPE_CHECKING:
     from mcore_rl.checkpoints.convert import Converted

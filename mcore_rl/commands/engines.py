@@ -21,7 +21,7 @@ from typing import Annotated
 
 from mcore_rl.config.bounds import InputDirectory, Interval
 from mcore_rl.config.options import typed
-from mcore_rl.errors import RunDirectoryError
+from mcore_rl.ground.errors import RunDirectoryError
 
 Count = Annotated[int, Interval("[1, 1024]")]
 

@@ -35,7 +35,7 @@ from rich.console import Console
 
 from mcore_rl.config.bounds import OutputFile
 from mcore_rl.config.options import typed
-from mcore_rl.errors import ConfigError, Violation
+from mcore_rl.ground.errors import ConfigError, Violation
 
 if TYPE_CHECKING:
     from mcore_rl.from_verl.answer import Entry
@@ -66,7 +66,7 @@ def run(options: argparse.Namespace) -> int:
     from mcore_rl.from_verl.facts import versions
     from mcore_rl.from_verl.models import model_facts
     from mcore_rl.from_verl.translate import translate
-    from mcore_rl.secrets import redacted
+    from mcore_rl.ground.secrets import redacted
 
     if options.version and options.version not in versions():
         remedy = f"Write one of {', '.join(versions())}"
@@ -158,7 +158,7 @@ def show(console: Console, translation: Translation, aside: Sequence[str]) -> No
     """The list, under its headings.  aside: programs that a script would have run, too."""
     from mcore_rl.from_verl.answer import Difference
     from mcore_rl.from_verl.facts import versions_with
-    from mcore_rl.secrets import redacted
+    from mcore_rl.ground.secrets import redacted
 
     verl = translation.verl
     lines = list[str]()

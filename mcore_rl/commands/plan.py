@@ -41,7 +41,7 @@ from mcore_rl.config.cluster import ClusterConfig
 from mcore_rl.config.offline import OfflineConfig
 from mcore_rl.config.options import typed
 from mcore_rl.config.run import RunConfig
-from mcore_rl.errors import ConfigError, Violation, refuse_if_any
+from mcore_rl.ground.errors import ConfigError, Violation, refuse_if_any
 from mcore_rl.planning.lengths import Lengths, Lognormal, recorded_lengths
 from mcore_rl.planning.mode_tables import mode_page, mode_tables, mode_values
 from mcore_rl.planning.modes import compare_modes

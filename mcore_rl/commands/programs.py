@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mcore_rl import __version__
+import mcore_rl
 from mcore_rl.config.algorithm_registry import algorithms
 from mcore_rl.config.bounds import InputDirectory, bound_violations, file_violations
 from mcore_rl.config.evaluate import EvaluateConfig, evaluate_violations
@@ -23,7 +23,7 @@ from mcore_rl.config.reward_training import RewardTrainingConfig
 from mcore_rl.config.run import RunConfig, run_violations
 from mcore_rl.config.sft import SftConfig
 from mcore_rl.config.trainer import PUSH
-from mcore_rl.errors import ConfigError, Violation, refuse_if_any
+from mcore_rl.ground.errors import ConfigError, Violation, refuse_if_any
 
 OVERRIDES = "Overrides are hydra's: key=value, and lists as key=[a,b]. MODEL is a directory, or an id of the Hub."
 CHECKED = """\
@@ -188,7 +188,9 @@ def begin(name: str) -> None:
     """Print the banner before the slow imports."""
     from rich.console import Console
 
-    Console(stderr=True).print(f"mcore-rl {__version__} {name}: loading torch, and then the run", highlight=False)
+    Console(stderr=True).print(
+        f"mcore-rl {mcore_rl.__version__} {name}: loading torch, and then the run", highlight=False
+    )
 
 
 def _algorithms() -> str:

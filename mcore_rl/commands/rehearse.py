@@ -24,7 +24,7 @@ from pathlib import Path
 from rich.console import Console
 
 from mcore_rl.config.files import output_problem
-from mcore_rl.errors import ConfigError, Violation, refuse_if_any
+from mcore_rl.ground.errors import ConfigError, Violation, refuse_if_any
 from mcore_rl.planning.overheads import GIB
 from mcore_rl.planning.recipes import other_models, run_model
 

@@ -18,7 +18,7 @@ from typing import Annotated
 
 from mcore_rl.config.bounds import InputDirectory, Interval, OutputFile
 from mcore_rl.config.options import typed
-from mcore_rl.errors import ConfigError, Violation
+from mcore_rl.ground.errors import ConfigError, Violation
 
 Port = Annotated[int, Interval("[0, 65535]")]
 

@@ -26,7 +26,7 @@ from pathlib import Path
 
 from mcore_rl.commands.programs import PROGRAMS, begin
 from mcore_rl.config.generate import sample_violations
-from mcore_rl.errors import ConfigError, Violation
+from mcore_rl.ground.errors import ConfigError, Violation
 
 OVERRIDE = re.compile(r"[+~]?[A-Za-z_][\w.]*=.*", re.DOTALL)
 EXAMPLE = 'mcore-rl sample MODEL "What is 17 + 25?"'

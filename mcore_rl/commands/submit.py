@@ -24,7 +24,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from mcore_rl.errors import refuse_if_any
+from mcore_rl.ground.errors import refuse_if_any
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

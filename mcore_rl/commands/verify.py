@@ -39,12 +39,12 @@ from mcore_rl.config.parallel import ParallelConfig, parse_layers, parse_layout
 from mcore_rl.config.resources import MODEL_CONFIGS
 from mcore_rl.config.rollout import RolloutLayout, parse_rollout_layout, rollout_violations
 from mcore_rl.config.run import RunConfig
-from mcore_rl.errors import ConfigError, Violation, refuse_if_any
 from mcore_rl.families.checkpoints import find_checkpoint, published_config
 from mcore_rl.families.config_changes import add_change_options, changes_asked
 from mcore_rl.families.config_json import read_config
 from mcore_rl.families.family import Family
 from mcore_rl.families.registry import FAMILIES, model_of
+from mcore_rl.ground.errors import ConfigError, Violation, refuse_if_any
 from mcore_rl.parallel.layout import Layout, layout_text, layout_violations
 from mcore_rl.planning.recipes import run_config_json
 from mcore_rl.weights.rollout_adapters import published_form

@@ -16,7 +16,7 @@ from mcore_rl.config.bounds import (
     Share,
     check,
 )
-from mcore_rl.errors import Violation
+from mcore_rl.ground.errors import Violation
 
 
 class KlPenalty(Enum):

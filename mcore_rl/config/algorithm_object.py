@@ -22,7 +22,7 @@ from mcore_rl.config.stages import Function, StepStage, load_function
 
 if TYPE_CHECKING:
     from mcore_rl.config.run import RunConfig
-    from mcore_rl.errors import Violation
+    from mcore_rl.ground.errors import Violation
 
 T = TypeVar("T")
 ACTOR, CRITIC, REFERENCE, TEACHER = "actor", "critic", "reference", "teacher"

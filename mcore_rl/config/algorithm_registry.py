@@ -18,7 +18,7 @@ from mcore_rl.config.algorithm_object import Algorithm, Estimator, PolicyLoss
 from mcore_rl.config.files import input_problem
 from mcore_rl.config.names import meant
 from mcore_rl.config.user_files import import_file
-from mcore_rl.errors import ConfigError, Violation
+from mcore_rl.ground.errors import ConfigError, Violation
 
 P = TypeVar("P", Estimator, PolicyLoss)
 ESTIMATOR_KEY, LOSS_KEY = "algorithm.adv_estimator", "actor.loss_mode"

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from mcore_rl.config.bounds import NonNegativeInt
 from mcore_rl.config.trainer import ASYNC, Mode, Placement
-from mcore_rl.errors import Violation
+from mcore_rl.ground.errors import Violation
 
 if TYPE_CHECKING:
     from mcore_rl.config.run import RunConfig

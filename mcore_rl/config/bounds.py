@@ -21,9 +21,9 @@ from typing import Annotated, Any, ClassVar, TypeVar, Union, get_args, get_origi
 
 from mcore_rl.config.files import input_problem, output_problem
 from mcore_rl.config.names import field_of, key_of, value_at
-from mcore_rl.errors import Violation
+from mcore_rl.ground.errors import Violation
+from mcore_rl.ground.secrets import has_url_password, without_url_passwords
 from mcore_rl.hub.names import DATASET, hub_name
-from mcore_rl.secrets import has_url_password, without_url_passwords
 
 T = TypeVar("T")
 LARGEST_INT, LARGEST_FLOAT = 2**31 - 1, 1e12  # where a range ends at inf

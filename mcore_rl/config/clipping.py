@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from mcore_rl.config.bounds import Interval, NonNegativeFloat
 from mcore_rl.config.roles import ActorConfig
-from mcore_rl.errors import Violation
+from mcore_rl.ground.errors import Violation
 
 if TYPE_CHECKING:
     from mcore_rl.config.run import RunConfig

@@ -13,7 +13,7 @@ from typing import Annotated
 
 from mcore_rl.config.bounds import InputFile, Interval, Lines, NonNegativeFloat, PositiveFloat, PositiveInt, check
 from mcore_rl.config.engine import Device
-from mcore_rl.errors import Violation
+from mcore_rl.ground.errors import Violation
 
 
 class Container(Enum):

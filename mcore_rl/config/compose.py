@@ -41,7 +41,7 @@ from mcore_rl.config.names import NO_KEY, Composed, leaves, meant
 from mcore_rl.config.trl_names import trl_remedy
 from mcore_rl.config.typed import Tree, composed, defaults, merge, plain, put, typed
 from mcore_rl.config.yaml_files import FREE, YamlFile, read_defaults, searched
-from mcore_rl.errors import ConfigError, Violation, refuse_if_any
+from mcore_rl.ground.errors import ConfigError, Violation, refuse_if_any
 
 T = TypeVar("T")
 OURS = "mcore_rl.conf"

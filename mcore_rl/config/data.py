@@ -8,7 +8,7 @@ from enum import Enum
 from typing import Any
 
 from mcore_rl.config.bounds import PositiveInt, Seed, TrainData, ValidationData, check
-from mcore_rl.errors import Violation
+from mcore_rl.ground.errors import Violation
 
 
 class Truncation(Enum):

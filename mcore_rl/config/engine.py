@@ -20,7 +20,7 @@ from mcore_rl.config.bounds import (
 )
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.parallel import ParallelConfig
-from mcore_rl.errors import Violation
+from mcore_rl.ground.errors import Violation
 
 
 class Device(Enum):

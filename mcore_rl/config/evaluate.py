@@ -12,7 +12,7 @@ from mcore_rl.config.judge import judge_violations
 from mcore_rl.config.reward import CustomRewardFunction, RewardConfig, custom_violations
 from mcore_rl.config.reward_model import RewardModelConfig, reward_model_violations
 from mcore_rl.config.trainer import RayInitConfig
-from mcore_rl.errors import Violation
+from mcore_rl.ground.errors import Violation
 
 
 @dataclass(kw_only=True)

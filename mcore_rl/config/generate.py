@@ -20,7 +20,7 @@ from mcore_rl.config.lora import PublishedLora
 from mcore_rl.config.reward import CodeConfig
 from mcore_rl.config.rollout import RolloutConfig, ValidationConfig, rollout_config_violations
 from mcore_rl.config.trainer import PolicyModelConfig, RayInitConfig
-from mcore_rl.errors import ConfigError, Violation
+from mcore_rl.ground.errors import ConfigError, Violation
 
 MAX_CONFIG_BYTES = 8 << 20
 

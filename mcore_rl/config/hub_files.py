@@ -18,7 +18,7 @@ from mcore_rl.config.bounds import PathKind, changed, settings_of
 from mcore_rl.config.names import value_at
 from mcore_rl.config.role_groups import RoleGroups
 from mcore_rl.config.trainer import ResumeMode
-from mcore_rl.errors import ConfigError, Violation, refuse_if_any
+from mcore_rl.ground.errors import ConfigError, Violation, refuse_if_any
 from mcore_rl.hub.download import NotFetchedError, data_files, model_folder
 from mcore_rl.hub.names import DATASET, MODEL, HubName, hub_name, named
 from mcore_rl.hub.selection import ModelPart, SelectionError, folder_tables

@@ -26,8 +26,8 @@ from mcore_rl.config.rollout import (
     ServingConfig,
 )
 from mcore_rl.config.vllm_fields import VLLM_FIELDS
-from mcore_rl.errors import Violation
-from mcore_rl.secrets import is_secret
+from mcore_rl.ground.errors import Violation
+from mcore_rl.ground.secrets import is_secret
 
 SCALE = [0.0, 10.0]  # of RUBRIC
 RESPONSE = "{response}"  # no template is without it

@@ -24,8 +24,8 @@ from mcore_rl.config.run import RunConfig, run_violations
 from mcore_rl.config.sft import SftConfig
 from mcore_rl.config.typed import Tree, merge, put, typed
 from mcore_rl.config.yaml_files import parse_yaml, read_limited, read_yaml
-from mcore_rl.errors import ConfigError, Violation, refuse_if_any
-from mcore_rl.json_text import read_json
+from mcore_rl.ground.errors import ConfigError, Violation, refuse_if_any
+from mcore_rl.ground.json_text import read_json
 
 SCHEMAS: dict[str, type[RunConfig] | type[OfflineConfig]] = {
     "train": RunConfig,

@@ -8,7 +8,7 @@ from enum import Enum
 
 from mcore_rl.config.bounds import InputDirectory, NonNegativeInt, PositiveFloat
 from mcore_rl.config.role import Moves, Never
-from mcore_rl.errors import Violation
+from mcore_rl.ground.errors import Violation
 
 ALL_LINEAR = "all-linear"
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from mcore_rl.config.megatron_versions import absent_fields, megatron_version
 from mcore_rl.config.passed_fields import PassedFields, ValueKind
-from mcore_rl.errors import Violation
+from mcore_rl.ground.errors import Violation
 
 # Key of ours -> the fields that it sets.  ``config.json`` stands for the model.
 TAKEN: dict[str, tuple[str, ...]] = {

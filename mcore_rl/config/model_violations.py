@@ -14,7 +14,7 @@ from mcore_rl.config.model import (
     RouterScore,
     VisionConfig,
 )
-from mcore_rl.errors import Violation
+from mcore_rl.ground.errors import Violation
 
 
 def model_violations(model: ModelConfig) -> list[Violation]:

@@ -18,7 +18,7 @@ from mcore_rl.config.role_groups import RoleGroups, picture_violations
 from mcore_rl.config.roles import AdaptedConfig
 from mcore_rl.config.schedule import schedule_violations
 from mcore_rl.config.trainer import Mode, PolicyModelConfig, RayInitConfig, TrainerConfig, trainer_violations
-from mcore_rl.errors import Violation
+from mcore_rl.ground.errors import Violation
 
 
 @dataclass(kw_only=True)

@@ -18,7 +18,7 @@ from typing import Any
 
 from mcore_rl.config.bounds import PathKind, is_name, setting_of, value_problem
 from mcore_rl.config.files import input_problem, output_problem
-from mcore_rl.errors import ConfigError, Violation, refuse_if_any
+from mcore_rl.ground.errors import ConfigError, Violation, refuse_if_any
 
 MAX_DIGITS = 40  # Python reads no more than 4300, and takes long for them
 

@@ -15,7 +15,7 @@ from mcore_rl.config.algorithm_object import Scope
 from mcore_rl.config.algorithm_registry import ESTIMATOR_KEY, LOSS_KEY, estimator, estimators, policy_loss
 from mcore_rl.config.preference import PreferenceConfig, PreferenceLoss, parted_pairs, preference_violations
 from mcore_rl.config.roles import ActorConfig, RouterReplay
-from mcore_rl.errors import Violation
+from mcore_rl.ground.errors import Violation
 
 if TYPE_CHECKING:
     from mcore_rl.config.run import RunConfig

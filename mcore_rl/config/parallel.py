@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from mcore_rl.config.bounds import PositiveInt, Ranks
-from mcore_rl.errors import ConfigError, Violation, refuse_if_any
+from mcore_rl.ground.errors import ConfigError, Violation, refuse_if_any
 
 AXES = ("tp", "pp", "vpp", "cp", "ep", "etp")
 

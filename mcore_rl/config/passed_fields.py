@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
-from mcore_rl.errors import Violation
+from mcore_rl.ground.errors import Violation
 
 ValueKind = type | tuple[type, ...] | tuple[str, ...] | tuple[int, ...]  # of a value, or the values themselves
 WORDS = {

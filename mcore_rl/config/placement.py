@@ -9,7 +9,7 @@ from mcore_rl.config.offline import OfflineConfig
 from mcore_rl.config.rollout import RolloutLayout
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.trainer import Placement, TrainerConfig
-from mcore_rl.errors import Violation
+from mcore_rl.ground.errors import Violation
 
 AnyRun = TypeVar("AnyRun", bound=RunConfig | OfflineConfig)
 

@@ -14,7 +14,7 @@ from mcore_rl.config.preference import ROWS, PreferenceConfig, PreferenceLoss, p
 from mcore_rl.config.role import Role
 from mcore_rl.config.role_table import REF_LOGPROBS
 from mcore_rl.config.roles import AdaptedConfig
-from mcore_rl.errors import Violation
+from mcore_rl.ground.errors import Violation
 
 
 @dataclass(kw_only=True)

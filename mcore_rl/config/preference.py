@@ -11,7 +11,7 @@ from enum import Enum
 from typing import Annotated, Any
 
 from mcore_rl.config.bounds import Interval, NonNegativeFloat, PositiveFloat
-from mcore_rl.errors import Violation
+from mcore_rl.ground.errors import Violation
 
 
 class PreferenceLoss(Enum):

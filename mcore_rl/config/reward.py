@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from mcore_rl.config.bounds import InputFile, Interval, NonNegativeFloat, PositiveInt, Seconds
 from mcore_rl.config.judge import JudgeConfig
-from mcore_rl.errors import Violation
+from mcore_rl.ground.errors import Violation
 
 
 class Style(Enum):

@@ -13,7 +13,7 @@ from mcore_rl.config.reward import CustomRewardFunction, Style
 from mcore_rl.config.rollout import MemoryShare, ServingConfig
 from mcore_rl.config.trainer import ModelPathConfig
 from mcore_rl.config.vllm_fields import VLLM_FIELDS
-from mcore_rl.errors import Violation
+from mcore_rl.ground.errors import Violation
 
 
 class RewardTransform(Enum):

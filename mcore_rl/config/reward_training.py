@@ -17,7 +17,7 @@ from mcore_rl.config.data import PreferenceDataConfig
 from mcore_rl.config.offline import OfflineConfig, pairs_violations
 from mcore_rl.config.role import Head, Role
 from mcore_rl.config.roles import AdaptedConfig
-from mcore_rl.errors import Violation
+from mcore_rl.ground.errors import Violation
 
 
 class RewardLoss(Enum):

@@ -14,7 +14,7 @@ from mcore_rl.config.names import has_key
 from mcore_rl.config.role import Role
 from mcore_rl.config.roles import BY_SOURCE, RoleConfig, SeeingConfig, TeacherConfig, TrainedConfig
 from mcore_rl.config.trainer import PolicyModelConfig, TrainerConfig
-from mcore_rl.errors import Violation
+from mcore_rl.ground.errors import Violation
 
 POLICY = "model.path"
 MODEL_VIEW = "model"  # in the run directory: links to the policy's checkpoint beside its changed config.json

@@ -20,7 +20,7 @@ from mcore_rl.config.roles import (
     TeacherConfig,
 )
 from mcore_rl.config.stages import StepStage
-from mcore_rl.errors import ConfigError
+from mcore_rl.ground.errors import ConfigError
 
 if TYPE_CHECKING:
     from mcore_rl.config.run import RunConfig

@@ -21,7 +21,7 @@ from mcore_rl.config.engine import EngineConfig, OptimizerKind, engine_rules
 from mcore_rl.config.lora import LoraConfig, lora_violations
 from mcore_rl.config.megatron_fields import megatron_violations
 from mcore_rl.config.parallel import ParallelConfig
-from mcore_rl.errors import Violation
+from mcore_rl.ground.errors import Violation
 
 
 class LossAggregation(Enum):

@@ -27,7 +27,7 @@ from mcore_rl.config.model import ModelConfig, RopeType
 from mcore_rl.config.names import IGNORED
 from mcore_rl.config.parallel import parse_sizes
 from mcore_rl.config.vllm_fields import VLLM_FIELDS
-from mcore_rl.errors import Violation
+from mcore_rl.ground.errors import Violation
 
 ROLLOUT_AXES = ("tp", "dp", "ep")
 BYTES = {Precision.float32: 4, Precision.bfloat16: 2}

@@ -9,7 +9,7 @@ from mcore_rl.config.algorithm import OffPolicy
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.roles import RouterReplay
 from mcore_rl.config.step_plan import why_scored
-from mcore_rl.errors import Violation
+from mcore_rl.ground.errors import Violation
 
 if TYPE_CHECKING:
     from mcore_rl.config.run import RunConfig

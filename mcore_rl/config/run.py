@@ -49,7 +49,7 @@ from mcore_rl.config.stages import Pass
 from mcore_rl.config.trainer import Placement, PolicyModelConfig, RayInitConfig, TrainerConfig, trainer_violations
 from mcore_rl.config.unread_keys import unread_violations
 from mcore_rl.config.vllm_fields import TOWER_GRAPHS
-from mcore_rl.errors import ConfigError, Violation
+from mcore_rl.ground.errors import ConfigError, Violation
 
 T = TypeVar("T")
 

@@ -15,7 +15,7 @@ from mcore_rl.config.engine import OptimizerConfig, Schedule
 from mcore_rl.config.role import Role
 from mcore_rl.config.role_groups import RoleGroups
 from mcore_rl.config.roles import TrainedConfig
-from mcore_rl.errors import Violation
+from mcore_rl.ground.errors import Violation
 
 R = TypeVar("R", bound=RoleGroups)
 

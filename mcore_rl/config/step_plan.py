@@ -19,7 +19,7 @@ from mcore_rl.config.algorithm import OffPolicy, Rejection
 from mcore_rl.config.algorithm_object import TEACHER
 from mcore_rl.config.algorithm_registry import estimator, policy_loss
 from mcore_rl.config.stages import INPUTS, OUTCOME, OUTCOMES, TOKEN_REWARDS, Estimate, Pass, StepStage, Update, is_field
-from mcore_rl.errors import ConfigError, Violation
+from mcore_rl.ground.errors import ConfigError, Violation
 
 if TYPE_CHECKING:
     from mcore_rl.config.run import RunConfig

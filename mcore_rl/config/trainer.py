@@ -25,7 +25,7 @@ from mcore_rl.config.bounds import (
     check,
 )
 from mcore_rl.config.engine import Device
-from mcore_rl.errors import Violation
+from mcore_rl.ground.errors import Violation
 from mcore_rl.hub.names import A_NAME, NO_NAME, is_repository
 
 PUSH = "trainer.push_to_hub"

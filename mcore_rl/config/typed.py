@@ -22,7 +22,7 @@ from mcore_rl.config.bounds import settings
 from mcore_rl.config.names import NO_KEY, Composed, field_of, has_key, key_of, leaf_paths, leaf_values, meant, value_at
 from mcore_rl.config.role_groups import group_defaults
 from mcore_rl.config.trl_names import trl_remedy
-from mcore_rl.errors import ConfigError, Violation, refuse_if_any
+from mcore_rl.ground.errors import ConfigError, Violation, refuse_if_any
 
 T = TypeVar("T")
 Tree = dict[str, Any]  # nested groups of keys and values

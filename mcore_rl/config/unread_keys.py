@@ -33,7 +33,7 @@ from mcore_rl.config.role_table import ROLES
 from mcore_rl.config.roles import AdaptedConfig, LossAggregation
 from mcore_rl.config.rollout import Quantization
 from mcore_rl.config.trainer import ASYNC, Placement
-from mcore_rl.errors import Violation
+from mcore_rl.ground.errors import Violation
 
 if TYPE_CHECKING:
     from mcore_rl.config.run import RunConfig

@@ -23,7 +23,7 @@ from omegaconf import OmegaConf
 from omegaconf._utils import get_yaml_loader
 
 from mcore_rl.config.files import input_problem
-from mcore_rl.errors import ConfigError, Violation
+from mcore_rl.ground.errors import ConfigError, Violation
 
 MAX_BYTES = 128 << 10  # the parser takes seconds for more
 MAX_VALUES = 100_000  # with every alias written out

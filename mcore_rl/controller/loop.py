@@ -52,8 +52,8 @@ from mcore_rl.controller.step.utilization import step_passes, tflop
 from mcore_rl.controller.training_run import every_step
 from mcore_rl.data.media.placed import Placed
 from mcore_rl.data.rows import named
-from mcore_rl.episodes import Episode
-from mcore_rl.errors import DataError
+from mcore_rl.ground.errors import DataError
+from mcore_rl.rollout.episodes import Episode
 from mcore_rl.runtime.shared_batch import SharedBatch
 
 

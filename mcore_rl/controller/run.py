@@ -31,9 +31,9 @@ from mcore_rl.controller.step.samples import OF_A_STEP, OF_A_VALIDATION, Thumbna
 from mcore_rl.controller.step.validation import overall, validate
 from mcore_rl.controller.training_run import TrainingRun
 from mcore_rl.data.prompts import PromptRow, PromptSet
-from mcore_rl.episodes import Episode
-from mcore_rl.errors import AlarmError
+from mcore_rl.ground.errors import AlarmError
 from mcore_rl.parallel.device import Platform
+from mcore_rl.rollout.episodes import Episode
 from mcore_rl.runtime.train_group import TrainGroup
 from mcore_rl.tracking.jsonl import read_metrics
 from mcore_rl.tracking.samples import Kind

@@ -29,7 +29,7 @@ from mcore_rl.controller.lifecycle.saving import Saver, WriteMore, write_nothing
 from mcore_rl.controller.lifecycle.start_plan import write_plan
 from mcore_rl.controller.step.preemption import Preempted, Preemption
 from mcore_rl.controller.step.utilization import device_peak, host_use, utilization
-from mcore_rl.errors import CheckpointError, RunDirectoryError
+from mcore_rl.ground.errors import CheckpointError, RunDirectoryError
 from mcore_rl.parallel.device import Platform
 from mcore_rl.planning.plan import Plan
 from mcore_rl.runtime.cluster import ray_cluster

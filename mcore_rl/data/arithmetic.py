@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TypeVar
 
-from mcore_rl.errors import ConfigError, Violation
+from mcore_rl.ground.errors import ConfigError, Violation
 
 Choice = TypeVar("Choice")
 Made = TypeVar("Made")

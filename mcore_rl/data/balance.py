@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mcore_rl.arrays import Float64Array, Int64Array
+from mcore_rl.ground.arrays import Float64Array, Int64Array
 
 TOLERANCE = 1e-3  # max/mean - 1 below which nothing is gained: a step's time varies more
 MAX_ROUNDS = 100  # of swaps; about 10 are needed

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from mcore_rl.json_text import read_json
+from mcore_rl.ground.json_text import read_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

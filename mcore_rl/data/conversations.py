@@ -33,8 +33,8 @@ from mcore_rl.data.rows import (
     wants_more_than_text,
 )
 from mcore_rl.data.turns import ASSISTANT, Turns
-from mcore_rl.errors import DataError
-from mcore_rl.json_text import read_json
+from mcore_rl.ground.errors import DataError
+from mcore_rl.ground.json_text import read_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -27,8 +27,8 @@ from mcore_rl.data.media.images import image_size, values_of
 from mcore_rl.data.sources import Record, read_splits
 from mcore_rl.data.squares import QUESTION, squares
 from mcore_rl.data.tables import BATCH
-from mcore_rl.errors import DataError
-from mcore_rl.json_text import read_json
+from mcore_rl.ground.errors import DataError
+from mcore_rl.ground.json_text import read_json
 
 DatasetRow = dict[str, Any]
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import xxhash
 
-from mcore_rl.errors import ConfigError, Violation
+from mcore_rl.ground.errors import ConfigError, Violation
 
 SOURCE = "dataset"  # data source of rows without one
 ANSWERS = ("ground_truth", "answer", "solution")  # columns that may hold what an answer is compared with

@@ -14,7 +14,7 @@ import heapq
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
 
-from mcore_rl.errors import Violation
+from mcore_rl.ground.errors import Violation
 
 
 def padded_length(length: int, multiple: int) -> int:

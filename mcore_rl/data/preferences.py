@@ -42,7 +42,7 @@ from mcore_rl.data.rows import (
     wants_more_than_text,
 )
 from mcore_rl.data.turns import ASSISTANT
-from mcore_rl.errors import DataError
+from mcore_rl.ground.errors import DataError
 
 MessageList = list[dict[str, Any]]
 Answer = tuple[str, MessageList, MessageList, float]  # its column, the prompt, the answer, its label

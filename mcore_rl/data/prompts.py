@@ -46,7 +46,7 @@ from mcore_rl.data.rows import (
     usable_batches,
     wants_more_than_text,
 )
-from mcore_rl.errors import DataError
+from mcore_rl.ground.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

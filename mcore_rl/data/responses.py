@@ -35,7 +35,7 @@ from mcore_rl.data.rows import (
     style_of,
 )
 from mcore_rl.data.tables import writable
-from mcore_rl.errors import DataError
+from mcore_rl.ground.errors import DataError
 from mcore_rl.tracking.atomic import replaced
 
 RESPONSES = "responses"

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from mcore_rl.errors import ConfigError, Violation, refuse_if_any
+from mcore_rl.ground.errors import ConfigError, Violation, refuse_if_any
 
 
 class PromptSampler:

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from mcore_rl.arrays import Int64Array
 from mcore_rl.data.balance import balance, imbalance
 from mcore_rl.data.packing import pack
+from mcore_rl.ground.arrays import Int64Array
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from mcore_rl.data.tables import BATCH
-from mcore_rl.errors import DataError
+from mcore_rl.ground.errors import DataError
+from mcore_rl.ground.json_text import read_json
 from mcore_rl.hub.selection import MAX_ENTRIES
-from mcore_rl.json_text import read_json
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 SUFFIXES = (".jsonl", ".json", ".parquet")

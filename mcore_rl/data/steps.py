@@ -38,7 +38,7 @@ from mcore_rl.data.rows import (
 )
 from mcore_rl.data.scored_answers import END, conversation_tokens, with_end
 from mcore_rl.data.turns import ASSISTANT
-from mcore_rl.errors import DataError
+from mcore_rl.ground.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from mcore_rl.json_text import read_json
+from mcore_rl.ground.json_text import read_json
 
 AGAIN = "Write it again (docs/data.md shows how)"
 LINES = (".jsonl", ".jsonl.gz")

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from mcore_rl.config.data import MAX_PIXELS, MIN_PIXELS
 from mcore_rl.config.resources import MODEL_CONFIGS
-from mcore_rl.errors import ConfigError, Violation
 from mcore_rl.families.checkpoints import find_checkpoint, published_config
 from mcore_rl.families.config_json import read_config
 from mcore_rl.families.registry import model_of
+from mcore_rl.ground.errors import ConfigError, Violation
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mcore_rl.errors import DataError
-from mcore_rl.json_text import read_json
+from mcore_rl.ground.errors import DataError
+from mcore_rl.ground.json_text import read_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from mcore_rl.data.borders import Borders
 from mcore_rl.data.chat_template import readable
 from mcore_rl.data.media.placed import Placed, SizedImage
-from mcore_rl.errors import DataError
+from mcore_rl.ground.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -21,7 +21,7 @@ from torch.distributed import HashStore, ProcessGroupGloo  # type: ignore[attr-d
 
 from mcore_rl.doctor.checks import NODES, TWO_RANKS, Diagnosis, ExpectedRate, HealthCheck, Subject, Verdict, judged
 from mcore_rl.doctor.vendor_tools import SLOW_LINKS_REMEDY
-from mcore_rl.errors import WorkerError
+from mcore_rl.ground.errors import WorkerError
 from mcore_rl.parallel.device import Platform, device_of, set_device, synchronize
 from mcore_rl.parallel.launch import Rank, run_ranks
 from mcore_rl.parallel.meeting import join_group

@@ -16,7 +16,7 @@ from mcore_rl.doctor import collectives, compute, engine, layers, memory, recipe
 from mcore_rl.doctor.checks import Diagnosis, HealthCheck, Subject, Verdict
 from mcore_rl.doctor.examination import examine, examine_nodes, platform_diagnosis
 from mcore_rl.doctor.report import highest_residuals, lowest_rates, report_tables, write_report
-from mcore_rl.errors import Violation, refuse_if_any
+from mcore_rl.ground.errors import Violation, refuse_if_any
 
 NODES_SHARE = 2 / 3  # of the minutes: for what nodes do by themselves, all at once
 LOG_WIDTH = 140  # of the table in a file; a terminal has its own

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from mcore_rl.config.engine import Device
 from mcore_rl.doctor.checks import Diagnosis, HealthCheck, Subject, Verdict
-from mcore_rl.errors import DeviceError, McoreRLError, WorkerError
+from mcore_rl.ground.errors import DeviceError, McoreRLError, WorkerError
 from mcore_rl.parallel.device import Platform, banner, detect
 from mcore_rl.parallel.launch import Rank, run_ranks
 from mcore_rl.parallel.phase import phase

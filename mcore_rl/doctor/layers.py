@@ -24,11 +24,11 @@ from mcore_rl.doctor.checks import (
     Verdict,
 )
 from mcore_rl.doctor.tiny_task import write_model
+from mcore_rl.ground.types import TrainBatch
 from mcore_rl.parallel.device import Platform, device_of
 from mcore_rl.parallel.launch import Rank, run_ranks
 from mcore_rl.parallel.layout import Layout
 from mcore_rl.parallel.phase import phase
-from mcore_rl.types import TrainBatch
 
 if TYPE_CHECKING:
     from mcore_rl.training.engine import Engine

@@ -15,7 +15,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from mcore_rl import __version__
+import mcore_rl
 from mcore_rl.config.cluster import ResidualMemory
 from mcore_rl.config.launch import FORMAT, RATES_KEY, RESIDUALS_KEY, VERSION
 from mcore_rl.doctor.checks import SEVERITY, Diagnosis, Subject, Verdict, worst
@@ -113,7 +113,7 @@ def report_values(diagnoses: Sequence[Diagnosis], subject: Subject) -> dict[str,
     return {
         "format": FORMAT,
         "version": VERSION,
-        "mcore_rl": __version__,
+        "mcore_rl": mcore_rl.__version__,
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "verdict": worst([each.verdict for each in diagnoses]).value,
         "device": platform.kind.value,

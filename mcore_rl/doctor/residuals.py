@@ -19,13 +19,13 @@ from mcore_rl.config.engine import LayerSpec, Precision
 from mcore_rl.doctor.checks import Diagnosis, HealthCheck, Subject, Verdict
 from mcore_rl.doctor.layers import loaded_engine, sample_batch
 from mcore_rl.doctor.tiny_task import write_model
+from mcore_rl.ground.types import Denominators, LossInputs, LossSums
 from mcore_rl.parallel.device import Platform, empty_cache, memory, set_device, synchronize, trim_heap
 from mcore_rl.parallel.launch import Rank, run_ranks
 from mcore_rl.parallel.meeting import join_group
 from mcore_rl.parallel.phase import phase
 from mcore_rl.parallel.secret_store import SecretStore
 from mcore_rl.planning.overheads import COLLECTIVE_BYTES, CONTEXT_BYTES, CPU_PROCESS_BYTES, HOST_PROCESS_BYTES
-from mcore_rl.types import Denominators, LossInputs, LossSums
 
 MIB = 2**20
 TIMEOUT_S = 120.0

@@ -17,9 +17,9 @@ import yaml
 
 from mcore_rl.config.parallel import ParallelConfig, parse_layout
 from mcore_rl.config.rollout import RolloutLayout, parse_rollout_layout
-from mcore_rl.errors import ConfigError, Violation, refuse_if_any
 from mcore_rl.families.registry import FAMILIES
 from mcore_rl.families.towers import PICTURES
+from mcore_rl.ground.errors import ConfigError, Violation, refuse_if_any
 
 HARDWARE = {"h100_80gb": 80, "h200_141gb": 141, "mi300x_192gb": 192}  # memory of one GPU, 10**9 bytes
 

@@ -18,13 +18,13 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from mcore_rl.config.trainer import PolicyModelConfig
-from mcore_rl.errors import CheckpointError, Violation, refuse_if_any
 from mcore_rl.families.config_json import CONFIG, read_config
 from mcore_rl.families.family import Family
 from mcore_rl.families.fields import Fields
 from mcore_rl.families.registry import family_of, readers_of
 from mcore_rl.families.text_part import text_config, with_text
-from mcore_rl.json_text import read_json
+from mcore_rl.ground.errors import CheckpointError, Violation, refuse_if_any
+from mcore_rl.ground.json_text import read_json
 from mcore_rl.tracking.atomic import replaced
 
 # Fields that say which model and which weights there are.

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from mcore_rl.config.files import input_problem
-from mcore_rl.errors import CheckpointError
-from mcore_rl.json_text import read_json
+from mcore_rl.ground.errors import CheckpointError
+from mcore_rl.ground.json_text import read_json
 
 CONFIG = "config.json"
 

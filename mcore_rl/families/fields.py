@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Set
 from typing import Any, TypeVar
 
-from mcore_rl.errors import Violation
+from mcore_rl.ground.errors import Violation
 
 T = TypeVar("T")
 

@@ -13,7 +13,6 @@ from typing import Any
 
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.model_violations import model_violations
-from mcore_rl.errors import ConfigError, Violation, refuse_if_any
 from mcore_rl.families import (
     deepseek_v2,
     deepseek_v3,
@@ -45,6 +44,7 @@ from mcore_rl.families.readership import READERSHIP
 from mcore_rl.families.text_part import TEXT_PARTS, TextPart, own_text, text_config, text_part_of
 from mcore_rl.families.towers import PICTURES, read_mrope
 from mcore_rl.families.unsupported import advice
+from mcore_rl.ground.errors import ConfigError, Violation, refuse_if_any
 
 GROUP = "mcore_rl.families"
 UNQUANTISED = (

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
 
-from mcore_rl.errors import Violation
 from mcore_rl.families.config_json import read_config
 from mcore_rl.families.registry import model_of
+from mcore_rl.ground.errors import Violation
 
 MAX_FIELDS = 4
 

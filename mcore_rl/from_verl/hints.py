@@ -8,13 +8,13 @@ from typing import Any
 
 from mcore_rl.config.names import NO_KEY
 from mcore_rl.config.trl_names import trl_remedy
-from mcore_rl.errors import Violation
 from mcore_rl.from_verl.answer import Answer, shown
 from mcore_rl.from_verl.facts import MEGATRON, keys_of, versions
 from mcore_rl.from_verl.row import KeyRow, NotHereError
 from mcore_rl.from_verl.rules import PER_ROLE, RULES
 from mcore_rl.from_verl.table import row_for
 from mcore_rl.from_verl.written import Verl, value_of
+from mcore_rl.ground.errors import Violation
 
 ALONE = ("aggregation", "estimator", "loss")  # rules whose answer follows from one key alone
 

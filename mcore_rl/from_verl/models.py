@@ -7,7 +7,6 @@ from collections.abc import Collection
 from pathlib import Path
 
 from mcore_rl.config.resources import MODEL_CONFIGS
-from mcore_rl.errors import ConfigError
 from mcore_rl.families.checkpoints import KnownCheckpoint, known_checkpoints, published_config
 from mcore_rl.families.config_json import CONFIG, read_config
 from mcore_rl.families.registry import model_of
@@ -15,6 +14,7 @@ from mcore_rl.families.text_part import text_part_of
 from mcore_rl.families.towers import PICTURES
 from mcore_rl.families.unsupported import NEAREST
 from mcore_rl.from_verl.answer import ModelFacts
+from mcore_rl.ground.errors import ConfigError
 
 SEES = re.compile(
     r"(?<![a-z])(vl|vlm|vision|omni|llava|pixtral|internvl|minicpm-?[ov]|glm-?4(?:\.[156])?v)(?![a-z])", re.I

@@ -21,9 +21,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from mcore_rl.errors import McoreRLError
+from mcore_rl.ground.errors import McoreRLError
+from mcore_rl.ground.secrets import without_secrets
 from mcore_rl.processes.guarding import GuardedProgram
-from mcore_rl.secrets import without_secrets
 
 PROLOGUE = Path(__file__).with_name("prologue.sh")
 BEGIN = 'builtin source "$1"; shift'

@@ -15,12 +15,12 @@ from typing import Any
 
 from mcore_rl.config.algorithm_registry import algorithms, estimators
 from mcore_rl.config.bounds import settings
-from mcore_rl.errors import ConfigError, Violation
 from mcore_rl.from_verl.answer import Answer, Difference, Entry, ModelFacts, TranslatedSetting, shown
 from mcore_rl.from_verl.row import KeyRow, NotHereError, same
 from mcore_rl.from_verl.rules import PER_ROLE, RULES
 from mcore_rl.from_verl.table import row_for, rows_of
 from mcore_rl.from_verl.written import MODEL_PATHS, Verl
+from mcore_rl.ground.errors import ConfigError, Violation
 
 EMPTY: tuple[object, ...] = (None, False, 0, "", "null", "None", [], {})
 NOT_READ = "is not read: "

@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from mcore_rl.errors import ConfigError, Violation
+from mcore_rl.ground.errors import ConfigError, Violation
+from mcore_rl.ground.secrets import MASK
 from mcore_rl.hub.names import A_NAME, NO_NAME, is_repository
-from mcore_rl.secrets import MASK
 
 OPTION = "--push-to-hub"
 MAIN = "main"  # the branch that people get who ask for no other

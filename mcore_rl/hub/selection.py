@@ -11,8 +11,8 @@ from fnmatch import fnmatchcase
 from itertools import islice
 from pathlib import Path, PurePosixPath
 
+from mcore_rl.ground.json_text import read_json
 from mcore_rl.hub.names import TABLES, is_inside
-from mcore_rl.json_text import read_json
 
 MAX_ENTRIES = 100_000  # files and folders in a folder of data
 CONFIG = "config.json"

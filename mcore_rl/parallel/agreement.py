@@ -12,7 +12,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from mcore_rl.errors import McoreRLError, WorkerError, error_named
+from mcore_rl.ground.errors import McoreRLError, WorkerError, error_named
 
 T = TypeVar("T")
 

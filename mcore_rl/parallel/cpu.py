@@ -22,7 +22,7 @@ import torch
 import torch.utils._device
 
 from mcore_rl.config.megatron_versions import MEGATRON_VERSIONS, megatron_version
-from mcore_rl.errors import DeviceError
+from mcore_rl.ground.errors import DeviceError
 
 CPU = torch.device("cpu")
 

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from mcore_rl.config.engine import Device
-from mcore_rl.errors import DeviceError
+from mcore_rl.ground.errors import DeviceError
 from mcore_rl.parallel.pinned import keep_large_blocks_exact
 
 CUDA_MASK = "CUDA_VISIBLE_DEVICES"

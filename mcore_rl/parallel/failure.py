@@ -17,7 +17,7 @@ from enum import IntEnum
 
 import torch.distributed as dist
 
-from mcore_rl.errors import McoreRLError
+from mcore_rl.ground.errors import McoreRLError
 from mcore_rl.parallel.phase import phase_of
 
 # Error texts of the collective libraries on a rank whose peers are gone.

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mcore_rl.errors import WorkerError
+from mcore_rl.ground.errors import WorkerError
 from mcore_rl.parallel.cpu import UNCOMPILED
 from mcore_rl.parallel.device import Platform, num_cores, set_device
 from mcore_rl.parallel.failure import Cause, Failure, failure_message, first_cause

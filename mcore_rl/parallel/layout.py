@@ -19,7 +19,7 @@ from typing import Literal
 
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.parallel import AXES, ParallelConfig
-from mcore_rl.errors import Violation, refuse_if_any
+from mcore_rl.ground.errors import Violation, refuse_if_any
 
 GroupAxis = Literal["tp", "cp", "dp", "pp", "ep", "etp", "edp", "dp_cp"]
 LayerPlacement = tuple[tuple[int, ...], ...]

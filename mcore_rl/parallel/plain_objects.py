@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.distributed import distributed_c10d
 
-from mcore_rl.errors import WorkerError
+from mcore_rl.ground.errors import WorkerError
 
 _data_classes: frozenset[tuple[str, str]] = frozenset()
 

@@ -16,8 +16,8 @@ from statistics import NormalDist
 
 from mcore_rl.config.data import DataConfig, PlannedImagesConfig
 from mcore_rl.config.model import ModelConfig
-from mcore_rl.errors import ConfigError, Violation
 from mcore_rl.families.flops import PatchGrid
+from mcore_rl.ground.errors import ConfigError, Violation
 from mcore_rl.planning.overheads import MEAN_IMAGE_SHARE, MEAN_PROMPT_SHARE, MEAN_RESPONSE_SHARE
 
 NORMAL = NormalDist()

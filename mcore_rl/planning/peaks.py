@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 
-from mcore_rl.errors import Violation
+from mcore_rl.ground.errors import Violation
 from mcore_rl.planning.step_range import Calibration
 
 

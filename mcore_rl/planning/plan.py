@@ -26,8 +26,8 @@ from mcore_rl.config.run import RunConfig
 from mcore_rl.config.stages import Pass, Update
 from mcore_rl.config.step_plan import step_plan
 from mcore_rl.config.trainer import Placement, TrainerConfig
-from mcore_rl.errors import Violation, refuse_if_any
 from mcore_rl.families.flops import patch_width
+from mcore_rl.ground.errors import Violation, refuse_if_any
 from mcore_rl.parallel.layout import layout_violations
 from mcore_rl.planning.activations import engine_on, kernels_of
 from mcore_rl.planning.distillation import hidden_bytes, num_teachers, output_bytes

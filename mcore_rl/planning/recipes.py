@@ -13,12 +13,12 @@ from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.offline import OfflineConfig
 from mcore_rl.config.resources import MODEL_CONFIGS
 from mcore_rl.config.run import RunConfig
-from mcore_rl.errors import ConfigError, Violation, refuse_if_any
 from mcore_rl.families.checkpoints import find_checkpoint, published_config
 from mcore_rl.families.config_changes import ConfigChanges
 from mcore_rl.families.config_json import CONFIG, read_config
 from mcore_rl.families.registry import model_of
 from mcore_rl.families.same_architecture import architecture_violations
+from mcore_rl.ground.errors import ConfigError, Violation, refuse_if_any
 
 # By the folder that docs/baselines.md tells mcore-rl prepare to write; of DAPO, each question once.
 GSM8K, DAPO = 7473, 17398

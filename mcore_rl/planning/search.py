@@ -26,7 +26,7 @@ from mcore_rl.config.run import RunConfig
 from mcore_rl.config.stages import Pass, Update
 from mcore_rl.config.step_plan import step_plan
 from mcore_rl.config.trainer import Placement
-from mcore_rl.errors import ConfigError
+from mcore_rl.ground.errors import ConfigError
 from mcore_rl.parallel.layout import divisors
 from mcore_rl.planning.distillation import output_bytes
 from mcore_rl.planning.layouts import LEAST_MICROBATCH, Training, trainings

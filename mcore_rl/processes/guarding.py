@@ -17,8 +17,8 @@ from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import IO
 
+from mcore_rl.ground.secrets import without_secrets
 from mcore_rl.processes import guard
-from mcore_rl.secrets import without_secrets
 
 END_S = 10.0  # for a guard to kill what is below it
 LINE = 16 << 20  # bytes of a line

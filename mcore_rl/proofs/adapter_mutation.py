@@ -17,12 +17,12 @@ from typing import Any
 
 import numpy as np
 
-from mcore_rl.arrays import Int64Array
 from mcore_rl.config.lora import LoraConfig
 from mcore_rl.config.parallel import ParallelConfig, parse_layout
 from mcore_rl.config.rollout import RolloutLayout, parse_rollout_layout
-from mcore_rl.errors import WeightMapError
 from mcore_rl.families.registry import model_of
+from mcore_rl.ground.arrays import Int64Array
+from mcore_rl.ground.errors import WeightMapError
 from mcore_rl.proofs.hf_model import hf_shapes
 from mcore_rl.proofs.mutation import (
     FamilyScore,

@@ -21,13 +21,13 @@ from typing import Any
 
 import numpy as np
 
-from mcore_rl.arrays import Int64Array
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.rollout import RolloutLayout
 from mcore_rl.families.family import Family
 from mcore_rl.families.rules import Rule, ShardRanges
 from mcore_rl.families.stacks import stacked_parts
 from mcore_rl.families.text_part import text_config, text_part_of
+from mcore_rl.ground.arrays import Int64Array
 from mcore_rl.proofs.hf_model import HfShapes
 from mcore_rl.proofs.placement import first_ranks, misplaced
 from mcore_rl.proofs.statements import Holder, Statement, stated

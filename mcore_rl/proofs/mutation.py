@@ -30,7 +30,6 @@ import numpy as np
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.parallel import ParallelConfig, parse_layout
 from mcore_rl.config.rollout import RolloutLayout, parse_rollout_layout
-from mcore_rl.errors import ConfigError, WeightMapError
 from mcore_rl.families.blocks import tied, untied
 from mcore_rl.families.family import Family
 from mcore_rl.families.registry import FAMILIES
@@ -48,6 +47,7 @@ from mcore_rl.families.rules import (
     replicated_qkv,
 )
 from mcore_rl.families.text_part import text_config
+from mcore_rl.ground.errors import ConfigError, WeightMapError
 from mcore_rl.parallel.layout import layout_violations
 from mcore_rl.proofs.hf_model import hf_shapes
 from mcore_rl.proofs.placement import (

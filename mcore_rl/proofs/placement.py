@@ -20,7 +20,6 @@ from typing import Any
 
 import numpy as np
 
-from mcore_rl.arrays import Int64Array
 from mcore_rl.checkpoints.megatron_checkpoint import saved_parts, stored_key
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.parallel import ParallelConfig
@@ -29,6 +28,7 @@ from mcore_rl.families.family import Family
 from mcore_rl.families.rules import Rule
 from mcore_rl.families.stacks import stacked_parts, stored_shapes
 from mcore_rl.families.text_part import text_config
+from mcore_rl.ground.arrays import Int64Array
 from mcore_rl.parallel.layout import Layout
 from mcore_rl.proofs.hf_model import HfShapes
 from mcore_rl.proofs.statements import Holder, Statement, stated

@@ -20,9 +20,9 @@ from mcore_rl.checkpoints.hf_directory import HfCheckpoint
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.parallel import ParallelConfig
 from mcore_rl.config.rollout import RolloutLayout, rollout_violations
-from mcore_rl.errors import RolloutError, refuse_if_any
 from mcore_rl.families.family import Family
 from mcore_rl.families.text_part import text_config
+from mcore_rl.ground.errors import RolloutError, refuse_if_any
 from mcore_rl.parallel.layout import layout_violations
 from mcore_rl.proofs.adapter_mutation import LORA, VllmAdapters, adapter_case, rollout_adapter_case
 from mcore_rl.proofs.full_size import full_size_failures, width_failures

@@ -13,8 +13,8 @@ from math import prod
 import numpy as np
 from numpy.typing import NDArray
 
-from mcore_rl.arrays import Int32Array, Int64Array
 from mcore_rl.families.rules import Rule
+from mcore_rl.ground.arrays import Int32Array, Int64Array
 from mcore_rl.weights.reshard import Geometry, ReshardPlan
 from mcore_rl.weights.senders import grouped
 from mcore_rl.weights.tensor_slice import TensorSlice

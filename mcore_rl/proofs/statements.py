@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from mcore_rl.arrays import Int64Array
+from mcore_rl.ground.arrays import Int64Array
 
 ReadHf = Callable[[str], Int64Array]
 

@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 
-from mcore_rl.arrays import Int64Array
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.parallel import ParallelConfig
 from mcore_rl.config.rollout import RolloutLayout
@@ -24,6 +23,7 @@ from mcore_rl.families.family import Family
 from mcore_rl.families.registry import model_of
 from mcore_rl.families.stacks import StackedPart, stacked_parts, stored_shapes
 from mcore_rl.families.text_part import TextPart, own_text, text_config, text_part_of
+from mcore_rl.ground.arrays import Int64Array
 from mcore_rl.weights.reshard import Copy, ReshardPlan, plan_reshard
 from mcore_rl.weights.rollout_table import RolloutTable
 from mcore_rl.weights.table import LocalTensor, Table

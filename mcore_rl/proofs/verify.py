@@ -19,8 +19,8 @@ import torch
 
 from mcore_rl.checkpoints.hf_directory import HfCheckpoint
 from mcore_rl.checkpoints.load import check_checkpoint
-from mcore_rl.errors import CheckpointError, WeightMapError
 from mcore_rl.families.rules import Rule, Stage, megatron_vocab
+from mcore_rl.ground.errors import CheckpointError, WeightMapError
 from mcore_rl.proofs.placement import MegatronRank, first_ranks, module_failures
 from mcore_rl.proofs.reshard_proof import Traffic, reshard_failures, traffic
 from mcore_rl.weights.binding import bind_states

@@ -26,10 +26,10 @@ from mcore_rl.rehearsal.meter import DEVICE, DeviceMeter
 
 if TYPE_CHECKING:
     from mcore_rl.config.algorithm import DistillConfig
+    from mcore_rl.ground.types import TrainBatch
     from mcore_rl.training.distillation import DistillationStep, Teacher
     from mcore_rl.training.engine import Engine
     from mcore_rl.training.microbatch import Microbatch
-    from mcore_rl.types import TrainBatch
 
 Replace = Callable[[Callable[..., Any]], Callable[..., Any]]
 

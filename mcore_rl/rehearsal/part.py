@@ -19,7 +19,7 @@ from mcore_rl.config.role_table import ROLES
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.schedule import of_length
 from mcore_rl.config.stages import Update, is_field
-from mcore_rl.errors import ConfigError, Violation
+from mcore_rl.ground.errors import ConfigError, Violation
 from mcore_rl.planning.activations import EXPERT_IMBALANCE, kernels_of
 from mcore_rl.planning.distillation import num_teachers, output_bytes
 from mcore_rl.planning.overheads import GIB

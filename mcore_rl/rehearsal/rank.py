@@ -34,8 +34,9 @@ from mcore_rl.config.parallel import ParallelConfig
 from mcore_rl.config.role import Head
 from mcore_rl.config.stages import OUTCOME
 from mcore_rl.data.pairs import MEMBERS
-from mcore_rl.errors import Violation, refuse_if_any
 from mcore_rl.families.flops import PatchGrid, patch_width
+from mcore_rl.ground.errors import Violation, refuse_if_any
+from mcore_rl.ground.types import Denominators, Picture, TrainBatch
 from mcore_rl.parallel.cpu import make_megatron_run_on_cpu
 from mcore_rl.parallel.device import Platform
 from mcore_rl.parallel.groups import ProcessGroups, destroy_groups, init_groups
@@ -50,7 +51,6 @@ from mcore_rl.training.engine import Engine
 from mcore_rl.training.microbatch import split_multiple
 from mcore_rl.training.model import DTYPES
 from mcore_rl.training.sequences import forget_cached
-from mcore_rl.types import Denominators, Picture, TrainBatch
 from mcore_rl.weights.adapter_table import AdapterTable
 from mcore_rl.weights.table import Table
 

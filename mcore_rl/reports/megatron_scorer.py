@@ -7,10 +7,11 @@ from functools import partial
 
 from torch import Tensor
 
-from mcore_rl.arrays import Float64Array
 from mcore_rl.checkpoints.convert import open_hf
 from mcore_rl.checkpoints.load import load_hf
 from mcore_rl.config.engine import Device, EngineConfig, Precision
+from mcore_rl.ground.arrays import Float64Array
+from mcore_rl.ground.types import TrainBatch
 from mcore_rl.parallel.device import Platform, detect, device_of
 from mcore_rl.parallel.groups import ProcessGroups, destroy_groups, init_groups
 from mcore_rl.parallel.launch import Rank
@@ -21,7 +22,6 @@ from mcore_rl.reports.question import TIE, Answers, Question, VllmSamples, batch
 from mcore_rl.training.checkpoint import load_megatron
 from mcore_rl.training.effective_config import effective_config
 from mcore_rl.training.engine import Engine
-from mcore_rl.types import TrainBatch
 from mcore_rl.weights.table import Table
 
 MICROBATCH_TOKENS = 4096

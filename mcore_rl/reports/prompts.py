@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from mcore_rl.data.rows import without_nulls
-from mcore_rl.errors import ConfigError, Violation
+from mcore_rl.ground.errors import ConfigError, Violation
 from mcore_rl.rollout.protocol import Prompt
 from mcore_rl.rollout.vllm.engine.environment import has_tokenizer
 

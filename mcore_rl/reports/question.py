@@ -14,17 +14,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mcore_rl.arrays import Float64Array
 from mcore_rl.checkpoints.convert import open_hf
 from mcore_rl.config.engine import Precision
 from mcore_rl.config.parallel import ParallelConfig
 from mcore_rl.config.rollout import Quantization, RolloutLayout
-from mcore_rl.errors import Violation
+from mcore_rl.ground.arrays import Float64Array
+from mcore_rl.ground.errors import Violation
+from mcore_rl.ground.types import TrainBatch
 from mcore_rl.parallel.layout import layout_violations
 from mcore_rl.proofs.differences import Differences
 from mcore_rl.proofs.effective_config import EffectiveConfig
 from mcore_rl.rollout.protocol import Prompt, Sample, Sampling
-from mcore_rl.types import TrainBatch
 
 ALL = "all"  # groups of layers together
 TIE = 1e-4  # logits this close to the largest count as largest: in bfloat16 many are equal

@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from mcore_rl.arrays import Float64Array, Int64Array
 from mcore_rl.config.engine import Precision
+from mcore_rl.ground.arrays import Float64Array, Int64Array
 from mcore_rl.proofs.effective_config import EffectiveConfig, config_differences, unread
 from mcore_rl.reports.question import ALL, RoundedScores
 

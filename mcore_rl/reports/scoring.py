@@ -19,8 +19,8 @@ from torch import Tensor
 from mcore_rl.checkpoints.convert import HF, open_hf, open_megatron
 from mcore_rl.config.engine import Device, Precision
 from mcore_rl.config.rollout import RolloutConfig, sequence_bytes
-from mcore_rl.errors import refuse_if_any
 from mcore_rl.families.config_json import CONFIG
+from mcore_rl.ground.errors import refuse_if_any
 from mcore_rl.parallel.device import detect
 from mcore_rl.parallel.launch import Rank, run_ranks
 from mcore_rl.parallel.layout import Layout

@@ -22,7 +22,6 @@ from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.utils import logging
 
-from mcore_rl.arrays import Float64Array
 from mcore_rl.checkpoints.convert import open_hf
 from mcore_rl.checkpoints.rest import part_in
 from mcore_rl.checkpoints.rounded_weights import rounded_tensors
@@ -32,6 +31,7 @@ from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.rollout import Quantization
 from mcore_rl.families.family import Family
 from mcore_rl.families.stacks import StackedPart, stacked_parts
+from mcore_rl.ground.arrays import Float64Array
 from mcore_rl.parallel.device import detect, device_of
 from mcore_rl.parallel.phase import phase
 from mcore_rl.reports.question import ALL, TIE, Answers, Question, RoundedScores, VllmSamples, floats

@@ -29,8 +29,8 @@ from typing import Any, ClassVar
 import cloudpickle
 import xxhash
 
-from mcore_rl.errors import Violation, refuse_if_any
-from mcore_rl.secrets import redacted
+from mcore_rl.ground.errors import Violation, refuse_if_any
+from mcore_rl.ground.secrets import redacted
 
 KEY = "reward"
 FOLDERS = "folders.json"  # beside the file; of this call, and no part of what the functions are

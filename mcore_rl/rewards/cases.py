@@ -35,7 +35,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, TypeGuard
 
-from mcore_rl.json_text import read_json
+from mcore_rl.ground.json_text import read_json
 from mcore_rl.rewards.confined_program import PRELUDE
 from mcore_rl.rewards.confinement import Ending, Outcome, Step
 from mcore_rl.rewards.judge import is_check

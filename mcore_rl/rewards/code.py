@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from mcore_rl.config.reward import CodeConfig, RewardConfig
-from mcore_rl.errors import Violation
+from mcore_rl.ground.errors import Violation
 from mcore_rl.rewards.cases import Case, InsideCase, JudgedCase, read_cases
 from mcore_rl.rewards.confinement import ConfinementError, Ending, Outcome, run_confined, run_judged, weaknesses
 from mcore_rl.rewards.score import RewardRequest, Score

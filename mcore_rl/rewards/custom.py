@@ -25,7 +25,7 @@ from types import ModuleType
 from typing import Any
 
 from mcore_rl.config.reward import CustomRewardFunction, RewardConfig
-from mcore_rl.errors import ConfigError, Violation, refuse_if_any
+from mcore_rl.ground.errors import ConfigError, Violation, refuse_if_any
 from mcore_rl.rewards.completions import COMPLETIONS, NAMED, NOT_GIVEN, CompletionsFunction, required, takes_completions
 from mcore_rl.rewards.score import NotANumberError, RewardRequest, Score, finite
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator
 
-from mcore_rl.errors import ConfigError, DataError
+from mcore_rl.ground.errors import ConfigError, DataError
 from mcore_rl.rewards.gsm8k import gold_number, grade_gsm8k
 from mcore_rl.rewards.math import gold_form, grade_math, parts_by_text
 from mcore_rl.rewards.registry import Grader, grader_of

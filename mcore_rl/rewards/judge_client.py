@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 import msgspec
 
 from mcore_rl.config.judge import JudgeConfig
-from mcore_rl.errors import ConfigError, Violation
+from mcore_rl.ground.errors import ConfigError, Violation
+from mcore_rl.ground.secrets import secret
 from mcore_rl.rewards.judgements import Judgement, Tokens
-from mcore_rl.secrets import secret
 
 if TYPE_CHECKING:
     import aiohttp

@@ -19,7 +19,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from mcore_rl.secrets import redacted
+from mcore_rl.ground.secrets import redacted
 
 Tokens = Annotated[int, msgspec.Meta(ge=0, le=2**40)]
 

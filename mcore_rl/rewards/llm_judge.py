@@ -18,7 +18,7 @@ from typing import Any, Self
 
 from mcore_rl.config.judge import JudgeConfig
 from mcore_rl.config.reward import RewardConfig
-from mcore_rl.errors import ConfigError, McoreRLError, Violation
+from mcore_rl.ground.errors import ConfigError, McoreRLError, Violation
 from mcore_rl.rewards.completions import split
 from mcore_rl.rewards.judge_client import AnswersJudge, JudgeClient, JudgeError, JudgeTimeoutError
 from mcore_rl.rewards.judgements import Judgement, Judgements, key_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from mcore_rl.config.reward import RewardConfig
-from mcore_rl.errors import ConfigError, Violation
+from mcore_rl.ground.errors import ConfigError, Violation
 from mcore_rl.rewards.arithmetic import grade_arithmetic
 from mcore_rl.rewards.code import grade_code
 from mcore_rl.rewards.geo3k import grade_geo3k

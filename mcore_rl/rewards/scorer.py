@@ -24,7 +24,8 @@ from contextlib import suppress
 from typing import IO, Self
 
 from mcore_rl.config.reward import CustomRewardFunction, RewardConfig
-from mcore_rl.errors import ConfigError, Violation, refuse_if_any
+from mcore_rl.ground.errors import ConfigError, Violation, refuse_if_any
+from mcore_rl.ground.secrets import without_secrets
 from mcore_rl.processes.guarding import AskedProgram
 from mcore_rl.rewards.code import WEAK, CodeRows, grade_code
 from mcore_rl.rewards.confinement import ConfinementError, weaknesses
@@ -32,7 +33,6 @@ from mcore_rl.rewards.custom import import_refusal, trial_refusal
 from mcore_rl.rewards.registry import GRADERS, grader_of
 from mcore_rl.rewards.score import ERROR_KINDS, RewardRequest, Score
 from mcore_rl.rewards.worker import failed, refusal_of, unpacked
-from mcore_rl.secrets import without_secrets
 from mcore_rl.tracking.messages import harmless
 
 MAX_WORKERS = 16

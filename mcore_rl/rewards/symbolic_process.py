@@ -17,8 +17,8 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
+from mcore_rl.ground.secrets import without_secrets
 from mcore_rl.processes.guarding import AskedProgram
-from mcore_rl.secrets import without_secrets
 
 LIMIT_S = 5.0  # of processor time
 WAIT_S = 20.0  # by the clock, on a busy machine

@@ -17,11 +17,11 @@ from dataclasses import asdict, replace
 from multiprocessing.connection import Connection
 
 from mcore_rl.config.reward import CustomRewardFunction, OverlongConfig, RewardConfig
-from mcore_rl.errors import ConfigError
+from mcore_rl.ground.errors import ConfigError
+from mcore_rl.ground.secrets import redacted
 from mcore_rl.rewards.custom import load_custom
 from mcore_rl.rewards.registry import Grader, grader_of
 from mcore_rl.rewards.score import NotANumberError, RewardRequest, Score, finite
-from mcore_rl.secrets import redacted
 
 MEMORY_BYTES = 4 << 30  # of built-in graders: given 10^(10^10) as an answer, sympy would fill the machine's memory
 MAX_DETAIL = 500  # characters of an error

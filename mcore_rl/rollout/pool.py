@@ -25,8 +25,8 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
-from mcore_rl.episodes import FinishReason
-from mcore_rl.errors import DeadEngineError, WeightsIncompleteError
+from mcore_rl.ground.errors import DeadEngineError, WeightsIncompleteError
+from mcore_rl.rollout.episodes import FinishReason
 from mcore_rl.rollout.protocol import EngineMemory, Pause, Request, RolloutEngine, Sample, Sampling, aborted
 
 AHEAD = 1.25  # above 1, so that an engine never waits for its next prompt

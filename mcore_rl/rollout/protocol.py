@@ -19,10 +19,10 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from mcore_rl.arrays import RoutesArray
 from mcore_rl.data.media.placed import Placed
-from mcore_rl.episodes import FinishReason, VersionSpan
-from mcore_rl.errors import RolloutError
+from mcore_rl.ground.arrays import RoutesArray
+from mcore_rl.ground.errors import RolloutError
+from mcore_rl.rollout.episodes import FinishReason, VersionSpan
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from mcore_rl.arrays import RoutesArray
 from mcore_rl.config.model import ModelConfig
-from mcore_rl.errors import RolloutError
+from mcore_rl.ground.arrays import RoutesArray
+from mcore_rl.ground.errors import RolloutError
 from mcore_rl.rollout.protocol import Request, Sample
 
 REMEDY = "Write actor.router_replay=r2, which records the trainer's own, or off"

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from mcore_rl.arrays import RoutesArray
 from mcore_rl.data.prompts import PromptRow
-from mcore_rl.episodes import Author, Episode, Segment
+from mcore_rl.ground.arrays import RoutesArray
+from mcore_rl.rollout.episodes import Author, Episode, Segment
 from mcore_rl.rollout.protocol import Sample
 
 

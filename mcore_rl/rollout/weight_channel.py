@@ -16,7 +16,7 @@ from mcore_rl.config.lora import LoraConfig
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.parallel import ParallelConfig
 from mcore_rl.config.rollout import Quantization, RolloutLayout
-from mcore_rl.errors import SyncError
+from mcore_rl.ground.errors import SyncError
 from mcore_rl.weights.rounds import Round
 from mcore_rl.weights.sites import Sites
 

@@ -17,10 +17,10 @@ from typing import Any
 
 import ray
 
+from mcore_rl.ground.secrets import forget_secrets
 from mcore_rl.parallel.failure import Failure
 from mcore_rl.parallel.phase import SLOT_BYTES, mirror_phase, phase, read_since, read_slot
 from mcore_rl.runtime.shard import Portion, Shard, WorkerInput, WorkerOutput
-from mcore_rl.secrets import forget_secrets
 
 
 @dataclass(frozen=True)

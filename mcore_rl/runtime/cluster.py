@@ -31,13 +31,13 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rich.console import Console
 
 from mcore_rl.config.trainer import RayInitConfig
-from mcore_rl.errors import ConfigError, Violation, WorkerError
+from mcore_rl.ground.errors import ConfigError, Violation, WorkerError
+from mcore_rl.ground.secrets import secret_names
 from mcore_rl.parallel.device import num_cores
 from mcore_rl.parallel.device_details import interfaces
 from mcore_rl.parallel.launch import inherited_environment
 from mcore_rl.processes.guarding import guard_beside
 from mcore_rl.runtime.scratch import scratch
-from mcore_rl.secrets import secret_names
 from mcore_rl.tracking.messages import warn
 
 LOOPBACK = "127.0.0.1"

@@ -12,7 +12,7 @@ import ray
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not declared so
 
 from mcore_rl.config.trainer import RayInitConfig
-from mcore_rl.errors import ConfigError, Violation, WorkerError
+from mcore_rl.ground.errors import ConfigError, Violation, WorkerError
 from mcore_rl.parallel.device import Platform
 from mcore_rl.parallel.secret_store import StoreServer
 from mcore_rl.runtime.cluster import on_node, ray_cluster, this_host

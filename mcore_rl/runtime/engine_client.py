@@ -17,7 +17,7 @@ import ray
 from ray.exceptions import RayError
 
 from mcore_rl.config.trainer import WatchdogConfig
-from mcore_rl.errors import DeadEngineError, McoreRLError
+from mcore_rl.ground.errors import DeadEngineError, McoreRLError
 from mcore_rl.parallel.device import num_cores
 from mcore_rl.rollout.protocol import EnginePart, Request, RolloutEngine, Sample, Sampling
 from mcore_rl.rollout.remote_engine import RemoteEngine, Verb

@@ -27,7 +27,7 @@ import psutil
 import ray
 from ray.exceptions import RayError
 
-from mcore_rl.errors import DeadEngineError
+from mcore_rl.ground.errors import DeadEngineError
 from mcore_rl.rollout.protocol import Statistics
 from mcore_rl.rollout.vllm.engine.process_group import end_group, group_of, is_helper
 from mcore_rl.runtime.answers import Whereabouts, stacks_file

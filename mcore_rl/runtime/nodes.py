@@ -29,10 +29,10 @@ from typing import Any
 
 from rich.console import Console
 
-from mcore_rl import __version__
+import mcore_rl
 from mcore_rl.config.engine import Device
-from mcore_rl.errors import McoreRLError
-from mcore_rl.secrets import secret_names
+from mcore_rl.ground.errors import McoreRLError
+from mcore_rl.ground.secrets import secret_names
 
 POLL_S = 0.5
 PATIENCE_S = 10.0  # how long a shared file system may take to show a new file
@@ -93,7 +93,7 @@ def facts_here(node: str, device: Device, marker: Path, listen: str | None) -> F
         return Facts(**known, error=str(error))
     return Facts(
         **known,
-        version=__version__,
+        version=mcore_rl.__version__,
         python=".".join(map(str, sys.version_info[:3])),
         num_cores=num_cores(),
         num_devices=platform.num_devices if platform.is_accelerator else 0,

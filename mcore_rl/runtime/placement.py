@@ -25,7 +25,7 @@ from mcore_rl.config.placement import engine_nodes, engine_place_violations
 from mcore_rl.config.role_table import ROLES
 from mcore_rl.config.rollout import RolloutLayout
 from mcore_rl.config.trainer import Placement, TrainerConfig
-from mcore_rl.errors import ConfigError, Violation, refuse_if_any
+from mcore_rl.ground.errors import ConfigError, Violation, refuse_if_any
 from mcore_rl.parallel.device import Platform
 from mcore_rl.weights.sites import Sites
 

@@ -14,7 +14,7 @@ from contextlib import ExitStack, aclosing
 from pathlib import Path
 from typing import Any
 
-from mcore_rl.errors import McoreRLError
+from mcore_rl.ground.errors import McoreRLError
 from mcore_rl.rollout.protocol import Request, Sample, Sampling
 from mcore_rl.rollout.remote_engine import perform
 from mcore_rl.rollout.served import Served

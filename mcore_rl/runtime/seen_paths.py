@@ -11,7 +11,7 @@ from pathlib import Path
 
 import ray
 
-from mcore_rl.errors import Violation, refuse_if_any
+from mcore_rl.ground.errors import Violation, refuse_if_any
 from mcore_rl.hub.names import named
 from mcore_rl.runtime.cluster import on_node
 

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mcore_rl.types import HIDDEN, Picture, TrainBatch
+from mcore_rl.ground.types import HIDDEN, Picture, TrainBatch
 
 X = TypeVar("X")
 R = TypeVar("R")

@@ -18,8 +18,8 @@ from ray import ObjectRef
 from torch import Tensor
 
 from mcore_rl.data.shared_prompts import Stem
+from mcore_rl.ground.types import Picture
 from mcore_rl.runtime.shard import Pick, Portion, Shard
-from mcore_rl.types import Picture
 
 FEATURES = "feature_T"  # who is given it is given pictures
 T = TypeVar("T")

@@ -32,8 +32,8 @@ from mcore_rl.config.offline import OfflineConfig
 from mcore_rl.config.resources import SBATCH
 from mcore_rl.config.run import RunConfig, run_violations
 from mcore_rl.config.trainer import Placement
-from mcore_rl.errors import ConfigError, Violation, refuse_if_any
 from mcore_rl.families.config_json import CONFIG
+from mcore_rl.ground.errors import ConfigError, Violation, refuse_if_any
 from mcore_rl.planning.plan import plan
 from mcore_rl.planning.recipes import other_models, run_model
 

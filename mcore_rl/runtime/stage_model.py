@@ -24,7 +24,7 @@ from pathlib import Path
 import psutil
 from rich.console import Console
 
-from mcore_rl.errors import ConfigError, Violation
+from mcore_rl.ground.errors import ConfigError, Violation
 
 KEY = "cluster.slurm.stage_model"
 NO_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx")  # weights that nobody here reads

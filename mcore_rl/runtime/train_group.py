@@ -18,6 +18,7 @@ from mcore_rl.config.engine import Precision
 from mcore_rl.config.lora import PublishedLora
 from mcore_rl.config.role import Moves
 from mcore_rl.config.rollout import Quantization, RolloutLayout
+from mcore_rl.ground.types import Denominators, SequenceScores
 from mcore_rl.parallel.secret_store import StoreAccess
 from mcore_rl.proofs.effective_config import EffectiveConfig, joined
 from mcore_rl.runtime.shared_batch import ShardRef, ShardRefs
@@ -28,7 +29,6 @@ from mcore_rl.sync.check import Expected
 from mcore_rl.sync.publish import Published
 from mcore_rl.sync.transport import Transport
 from mcore_rl.training.offload import OffloadPart
-from mcore_rl.types import Denominators, SequenceScores
 
 if TYPE_CHECKING:
     from mcore_rl.training.engine import Loss

@@ -34,6 +34,7 @@ from mcore_rl.config.rollout import Quantization, RolloutLayout
 from mcore_rl.config.stages import is_field
 from mcore_rl.families.config_json import read_config
 from mcore_rl.families.registry import model_of
+from mcore_rl.ground.types import HIDDEN, Denominators, SequenceScores, TrainBatch
 from mcore_rl.parallel.device import Memory, detect, device_of, memory, set_device
 from mcore_rl.parallel.layout import Layout
 from mcore_rl.parallel.meeting import join_group
@@ -47,7 +48,6 @@ from mcore_rl.sync.check import Expected, expected_weights
 from mcore_rl.sync.publish import Published, Publisher
 from mcore_rl.sync.transport import Transport
 from mcore_rl.training.offload import Moved, OffloadPart
-from mcore_rl.types import HIDDEN, Denominators, SequenceScores, TrainBatch
 from mcore_rl.weights.adapter_table import AdapterTable
 from mcore_rl.weights.rollout_table import RolloutTable
 from mcore_rl.weights.table import Table

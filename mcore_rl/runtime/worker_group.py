@@ -23,7 +23,7 @@ import ray
 from numpy.typing import NDArray
 from ray.exceptions import OutOfMemoryError, RayError
 
-from mcore_rl.errors import DeadWorkerError, WorkerError
+from mcore_rl.ground.errors import DeadWorkerError, WorkerError
 from mcore_rl.parallel.failure import Cause, Failure, failure_message, first_cause
 from mcore_rl.parallel.layout import Layout
 from mcore_rl.runtime.answers import Answer, Answering, Whereabouts, last_phase, message_of

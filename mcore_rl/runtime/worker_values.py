@@ -14,8 +14,8 @@ from mcore_rl.config.engine import EngineConfig, Precision
 from mcore_rl.config.lora import LoraConfig
 from mcore_rl.config.parallel import ParallelConfig
 from mcore_rl.config.role import Head
+from mcore_rl.ground.types import StepResult
 from mcore_rl.parallel.device import Memory
-from mcore_rl.types import StepResult
 
 # For each minibatch, the advantages of its sequences (float32, [S]); None if the batch has one per token.
 SequenceAdvantages = Sequence[NDArray[np.float32] | None]

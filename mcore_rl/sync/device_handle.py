@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
-from mcore_rl.errors import SyncError
+from mcore_rl.ground.errors import SyncError
 from mcore_rl.parallel.device import Platform, synchronize
 from mcore_rl.parallel.device_details import device_uuids, rebuild_device_tensor, without_expandable_segments
 

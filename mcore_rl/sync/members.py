@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 import msgspec
 import psutil
 
-from mcore_rl.errors import SyncError
+from mcore_rl.ground.errors import SyncError
 from mcore_rl.parallel.failure import Cause, Failure, first_cause
 from mcore_rl.parallel.secret_store import Prefixed, SecretStore, StoreAccess
 

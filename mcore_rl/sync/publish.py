@@ -23,7 +23,7 @@ from torch import Tensor
 
 from mcore_rl.checkpoints.export import BUCKET_BYTES
 from mcore_rl.config.rollout import Quantization
-from mcore_rl.errors import SyncError
+from mcore_rl.ground.errors import SyncError
 from mcore_rl.parallel.phase import phase
 from mcore_rl.rollout.weight_channel import Opening, SentAdapters
 from mcore_rl.sync.transport import Outgoing, RoundOutgoing, Transport, at_attempt

@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import GroupName
 
-from mcore_rl.errors import SyncError
+from mcore_rl.ground.errors import SyncError
 from mcore_rl.parallel.device import Platform
 from mcore_rl.parallel.device_details import UNWATCHED
 from mcore_rl.parallel.failure import PEER_IS_GONE

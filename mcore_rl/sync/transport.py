@@ -18,7 +18,7 @@ from typing import ClassVar, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from mcore_rl.errors import SyncError
+from mcore_rl.ground.errors import SyncError
 from mcore_rl.sync.members import Address, Members
 from mcore_rl.weights.messages import MessagePart
 from mcore_rl.weights.rounds import Round

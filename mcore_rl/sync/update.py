@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from mcore_rl.config.rollout import RolloutLayout
-from mcore_rl.errors import DeadEngineError, DeadWorkerError, SyncError
+from mcore_rl.ground.errors import DeadEngineError, DeadWorkerError, SyncError
 from mcore_rl.proofs.effective_config import EffectiveConfig, config_differences, joined, unread
 from mcore_rl.rollout.protocol import Pause, RolloutEngine
 from mcore_rl.rollout.vllm.worker_methods import Answer, WeightReceiverMethods, answer_of

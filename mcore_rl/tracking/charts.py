@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mcore_rl.arrays import Float64Array
+from mcore_rl.ground.arrays import Float64Array
 from mcore_rl.tracking.console import number
 from mcore_rl.tracking.page import NUM_COLOURS
 

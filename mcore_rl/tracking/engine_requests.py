@@ -20,7 +20,7 @@ from typing import Literal, TypeVar
 
 import msgspec
 
-from mcore_rl.errors import ConfigError, RunDirectoryError, Violation
+from mcore_rl.ground.errors import ConfigError, RunDirectoryError, Violation
 from mcore_rl.tracking.atomic import replaced
 from mcore_rl.tracking.run_owner import OWNER, Owner, read_owner
 

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from mcore_rl.errors import ConfigError, Violation
+from mcore_rl.ground.errors import ConfigError, Violation
 
 
 class Journal:

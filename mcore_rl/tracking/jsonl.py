@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from mcore_rl.json_text import read_json
+from mcore_rl.ground.json_text import read_json
 from mcore_rl.tracking.atomic import write_whole
 
 

@@ -19,8 +19,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from mcore_rl.errors import ConfigError, Violation
-from mcore_rl.json_text import read_json
+from mcore_rl.ground.errors import ConfigError, Violation
+from mcore_rl.ground.json_text import read_json
 from mcore_rl.tracking.jsonl import step_rows
 from mcore_rl.tracking.run_files import parsed_config, setting
 from mcore_rl.tracking.samples import sample_files

@@ -23,8 +23,8 @@ from typing import Any
 
 from mcore_rl.config.names import leaf_values
 from mcore_rl.config.trainer import Logger, TrainerConfig
-from mcore_rl.errors import Violation, pip_line
-from mcore_rl.secrets import redact
+from mcore_rl.ground.errors import Violation, pip_line
+from mcore_rl.ground.secrets import redact
 from mcore_rl.tracking.atomic import write_whole
 from mcore_rl.tracking.clock import PhaseSpan
 from mcore_rl.tracking.lanes import Lane, StepLanes

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from mcore_rl import __version__
+import mcore_rl
 from mcore_rl.hub.names import DATASET, MODEL, hub_name, named
 from mcore_rl.tracking.run_files import RecordedRun, read_run, setting
 from mcore_rl.tracking.verdict import Accuracy, best, gain
@@ -33,7 +33,7 @@ def model_card(title: str, source: Path) -> str:
     config = run.settings if run else {}
     head = yaml.safe_dump(dict(_front(config)), sort_keys=False, allow_unicode=True)
     lines = [f"---\n{head}---\n", f"# {title.partition('/')[2]}\n"]
-    lines.append(f"Made with mcore_rl {__version__}, on Megatron-core.\n")
+    lines.append(f"Made with mcore_rl {mcore_rl.__version__}, on Megatron-core.\n")
     if run is not None:
         lines += [*_origin(config, source), *_verdict(run), *_curve(run), *_settings(config), *_versions(run)]
     return "\n".join(lines)

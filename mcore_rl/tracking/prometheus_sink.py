@@ -28,8 +28,8 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from mcore_rl.config.trainer import TrainerConfig
-from mcore_rl.errors import ConfigError, Violation
-from mcore_rl.secrets import redact
+from mcore_rl.ground.errors import ConfigError, Violation
+from mcore_rl.ground.secrets import redact
 from mcore_rl.tracking.atomic import replaced
 from mcore_rl.tracking.loggers import Sink
 from mcore_rl.tracking.metrics import METRICS, matched

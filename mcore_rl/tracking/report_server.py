@@ -17,7 +17,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from mcore_rl.errors import ConfigError, Violation
+from mcore_rl.ground.errors import ConfigError, Violation
 from mcore_rl.tracking.report import report_page
 from mcore_rl.tracking.run_files import read_run
 from mcore_rl.tracking.run_owner import OWNER

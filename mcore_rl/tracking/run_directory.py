@@ -38,9 +38,9 @@ import psutil
 import yaml
 
 import mcore_rl
+from mcore_rl.ground.json_text import read_json
+from mcore_rl.ground.secrets import redact_settings, without_secrets
 from mcore_rl.hub.names import with_names
-from mcore_rl.json_text import read_json
-from mcore_rl.secrets import redact_settings, without_secrets
 from mcore_rl.tracking.atomic import write_whole
 from mcore_rl.tracking.samples import sample_files
 

@@ -14,8 +14,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import yaml
 
-from mcore_rl.errors import ConfigError, Violation
-from mcore_rl.json_text import read_json
+from mcore_rl.ground.errors import ConfigError, Violation
+from mcore_rl.ground.json_text import read_json
 from mcore_rl.tracking.clock import TIMELINE, PhaseSpan, read_timeline
 from mcore_rl.tracking.jsonl import read_metrics
 from mcore_rl.tracking.lanes import LANES, StepLanes, read_lanes

@@ -35,8 +35,8 @@ from pathlib import Path
 from typing import Self
 
 from mcore_rl.config.files import output_problem
-from mcore_rl.errors import ConfigError, RunDirectoryError, Violation
-from mcore_rl.json_text import read_json
+from mcore_rl.ground.errors import ConfigError, RunDirectoryError, Violation
+from mcore_rl.ground.json_text import read_json
 
 OWNER = "owner.json"
 BEAT_S = 10.0

@@ -19,7 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from mcore_rl.json_text import read_json
+from mcore_rl.ground.json_text import read_json
 from mcore_rl.tracking.console import number
 from mcore_rl.tracking.page import UNPRINTABLE, text
 from mcore_rl.tracking.run_files import RecordedRun

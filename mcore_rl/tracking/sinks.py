@@ -18,9 +18,9 @@ from typing import Any, Self
 from rich.console import Console
 
 from mcore_rl.config.trainer import Logger, TrainerConfig
-from mcore_rl.errors import ConfigError, Violation, refuse_if_any
+from mcore_rl.ground.errors import ConfigError, Violation, refuse_if_any
+from mcore_rl.ground.secrets import redact, redact_settings
 from mcore_rl.hub.names import with_names
-from mcore_rl.secrets import redact, redact_settings
 from mcore_rl.tracking.clock import TIMELINE, PhaseSpan, TimelineFile
 from mcore_rl.tracking.console import ConsoleSink
 from mcore_rl.tracking.jsonl import MetricsFile

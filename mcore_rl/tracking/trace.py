@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mcore_rl.errors import ConfigError, Violation
+from mcore_rl.ground.errors import ConfigError, Violation
 from mcore_rl.tracking.atomic import write_whole
 from mcore_rl.tracking.clock import PhaseSpan
 from mcore_rl.tracking.lanes import LANES, TRAINER, StepLanes

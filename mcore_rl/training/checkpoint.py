@@ -39,8 +39,8 @@ from mcore_rl.checkpoints.new_directory import NewDirectory
 from mcore_rl.checkpoints.not_a_number import NanCheck
 from mcore_rl.checkpoints.rest import keep_rest
 from mcore_rl.config.model import ModelConfig
-from mcore_rl.errors import CheckpointError
 from mcore_rl.families.blocks import LAYER
+from mcore_rl.ground.errors import CheckpointError
 from mcore_rl.parallel.agreement import together
 from mcore_rl.parallel.plain_objects import data_classes
 

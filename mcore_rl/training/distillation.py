@@ -21,17 +21,17 @@ from mcore_rl.checkpoints.published import open_weights
 from mcore_rl.config.algorithm import DistillConfig
 from mcore_rl.config.engine import Precision
 from mcore_rl.config.model import ModelConfig
-from mcore_rl.errors import CheckpointError
 from mcore_rl.families.blocks import EMBEDDING_TENSOR, OUTPUT_TENSOR
 from mcore_rl.families.config_json import read_config
 from mcore_rl.families.registry import model_of
+from mcore_rl.ground.errors import CheckpointError
+from mcore_rl.ground.types import TAUGHT_BY, TrainBatch
 from mcore_rl.parallel.device import Platform, pinned_empty_like
 from mcore_rl.parallel.groups import ProcessGroups
 from mcore_rl.training.divergence import divergence
 from mcore_rl.training.logprobs import num_local_columns
 from mcore_rl.training.microbatch import Microbatch
 from mcore_rl.training.model import DTYPES, padded_vocab_size
-from mcore_rl.types import TAUGHT_BY, TrainBatch
 from mcore_rl.weights.tensor_slice import TensorSlice
 
 

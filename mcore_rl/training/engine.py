@@ -37,7 +37,8 @@ from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.model_violations import model_violations
 from mcore_rl.config.parallel import ParallelConfig
 from mcore_rl.config.role import Head
-from mcore_rl.errors import NonFiniteError, Violation, refuse_if_any
+from mcore_rl.ground.errors import NonFiniteError, Violation, refuse_if_any
+from mcore_rl.ground.types import Denominators, LossInputs, LossSums, StepResult, TokenScores, TrainBatch
 from mcore_rl.parallel.device import Platform, pinned_empty_like
 from mcore_rl.parallel.groups import ProcessGroups, sum_over
 from mcore_rl.parallel.layout import describe_placement, layout_violations
@@ -60,7 +61,6 @@ from mcore_rl.training.routing import Routing
 from mcore_rl.training.schedule import run_schedule
 from mcore_rl.training.snapshots import Snapshots
 from mcore_rl.training.step_outputs import HiddenOutputs, RunningSums, TokenOutputs, keep_scores
-from mcore_rl.types import Denominators, LossInputs, LossSums, StepResult, TokenScores, TrainBatch
 from mcore_rl.weights.adapter_table import AdapterTable
 
 logger = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from megatron.core.transformer.moe import fused_a2a, moe_utils
 
 from mcore_rl.config.engine import Dispatcher, EngineConfig, FlexBackend, LayerSpec
 from mcore_rl.config.model import ModelConfig
-from mcore_rl.errors import Violation
+from mcore_rl.ground.errors import Violation
 from mcore_rl.parallel.device import Platform
 from mcore_rl.parallel.layout import Layout
 from mcore_rl.parallel.weight_gradient import adds_up

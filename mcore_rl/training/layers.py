@@ -27,7 +27,7 @@ from mcore_rl.config.engine import LayerSpec, Precision
 from mcore_rl.config.megatron_versions import dense_mlp, submodules_of
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.parallel import ParallelConfig
-from mcore_rl.errors import Violation
+from mcore_rl.ground.errors import Violation
 from mcore_rl.parallel.device import Platform, have_transformer_engine
 from mcore_rl.training.attention import PackedAttention
 from mcore_rl.training.gated_delta_net import PackedGatedDeltaNet

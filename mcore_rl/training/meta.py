@@ -27,7 +27,7 @@ from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.model_violations import model_violations
 from mcore_rl.config.parallel import ParallelConfig
 from mcore_rl.config.role import Head
-from mcore_rl.errors import refuse_if_any
+from mcore_rl.ground.errors import refuse_if_any
 from mcore_rl.parallel.device import detect
 from mcore_rl.parallel.groups import destroy_groups, init_groups
 from mcore_rl.parallel.layout import Layout, layout_violations

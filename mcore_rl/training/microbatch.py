@@ -20,11 +20,11 @@ from torch import Tensor
 from mcore_rl.data.packing import budget_violations, chunk_fixed, pack, pack_into, padded_length
 from mcore_rl.data.pairs import MEMBERS, units_of
 from mcore_rl.data.shared_prompts import Stem, parted, stems_of, within_budget
-from mcore_rl.errors import Violation, refuse_if_any
+from mcore_rl.ground.errors import Violation, refuse_if_any
+from mcore_rl.ground.types import Picture, TrainBatch
 from mcore_rl.parallel.context import padded_lengths, rows_multiple, split_indices
 from mcore_rl.parallel.groups import ProcessGroups
 from mcore_rl.training.sequences import PackedSequences
-from mcore_rl.types import Picture, TrainBatch
 
 NOWHERE = -1
 

@@ -20,11 +20,11 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor, nn
 
 from mcore_rl.config.model import ModelConfig, VisionConfig
+from mcore_rl.ground.types import Picture
 from mcore_rl.parallel.groups import ProcessGroups
 from mcore_rl.training.microbatch import Microbatch
 from mcore_rl.training.sequences import Deepstack, PackedSequences
 from mcore_rl.training.vision import features_of
-from mcore_rl.types import Picture
 
 
 def see_pictures(chunks: Sequence[GPTModel], model: ModelConfig, groups: ProcessGroups) -> PictureFeatures | None:

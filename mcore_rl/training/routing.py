@@ -14,10 +14,10 @@ from torch import Tensor
 
 from mcore_rl.config.engine import MoeTrainConfig
 from mcore_rl.config.model import MoeConfig
+from mcore_rl.ground.types import Denominators, TrainBatch
 from mcore_rl.parallel.groups import ProcessGroups
 from mcore_rl.training.microbatch import NOWHERE, Microbatch
 from mcore_rl.training.router import Purpose, RoutedMicrobatch, RouterState, routers_of
-from mcore_rl.types import Denominators, TrainBatch
 
 
 class Routing:

@@ -30,7 +30,7 @@ from mcore_rl.checkpoints.rank_state import (
 )
 from mcore_rl.checkpoints.safetensors import read_whole
 from mcore_rl.checkpoints.state_writer import StateWriter
-from mcore_rl.errors import CheckpointError
+from mcore_rl.ground.errors import CheckpointError
 from mcore_rl.parallel.groups import random_state, restore_random_state, seed_random_state
 from mcore_rl.training.engine import Engine
 from mcore_rl.training.offload import OffloadPart

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mcore_rl.config.role import Head
+from mcore_rl.ground.types import LossInputs, LossSums, TokenScores
 from mcore_rl.parallel.groups import ProcessGroups
 from mcore_rl.training.microbatch import Microbatch
-from mcore_rl.types import LossInputs, LossSums, TokenScores
 
 
 class TokenOutputs:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from mcore_rl.config.model import TowerKind, VisionConfig
-from mcore_rl.types import Picture
+from mcore_rl.ground.types import Picture
 
 SEED = 1  # of the random numbers: tensor ranks hold copies, and must start from the same
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 from mcore_rl.config.lora import ALL_LINEAR, LoraConfig
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.role import Head
-from mcore_rl.errors import Violation
 from mcore_rl.families.blocks import OUTPUT_TENSOR, VALUE_HEAD
 from mcore_rl.families.rules import SIZES, Axis, HfTensor, Range, Rule, ShardRanges, Sizes, Stage, split, whole
+from mcore_rl.ground.errors import Violation
 from mcore_rl.weights.names import canonical
 from mcore_rl.weights.table import LocalTensor, Table
 

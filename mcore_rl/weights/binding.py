@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mcore_rl.errors import WeightMapError
+from mcore_rl.ground.errors import WeightMapError
 from mcore_rl.weights.table import LocalTensor, Table
 
 

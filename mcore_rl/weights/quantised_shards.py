@@ -7,9 +7,9 @@ from enum import Enum
 
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.rollout import Quantization, RolloutConfig
-from mcore_rl.errors import Violation
 from mcore_rl.families.family import Family
 from mcore_rl.families.rules import Axis, Layers, Rule, Stage
+from mcore_rl.ground.errors import Violation
 from mcore_rl.weights.rollout_table import RolloutTable
 
 KEY = "rollout.quantization"

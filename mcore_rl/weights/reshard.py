@@ -23,9 +23,9 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from mcore_rl.arrays import Int32Array, Int64Array
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.families.rules import Axis, Rule, Stage
+from mcore_rl.ground.arrays import Int32Array, Int64Array
 from mcore_rl.weights.rollout_table import RolloutTable, itemsize_of
 from mcore_rl.weights.senders import RowColumns, grouped, senders
 from mcore_rl.weights.sites import Sites

@@ -13,8 +13,8 @@ from dataclasses import replace
 from math import prod
 
 from mcore_rl.config.lora import ACTOR_ADAPTER, ENGINE_RANKS, EngineAdapters, LoraConfig, PublishedLora
-from mcore_rl.errors import Violation
 from mcore_rl.families.rules import Rule, Stage
+from mcore_rl.ground.errors import Violation
 from mcore_rl.weights.adapter_table import HEAD, AdaptedRule, AdapterTable, adapted_rule, linears, module_of
 from mcore_rl.weights.rollout_table import RolloutTable
 from mcore_rl.weights.table import Table

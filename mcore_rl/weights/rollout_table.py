@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.rollout import RolloutLayout, rollout_violations
-from mcore_rl.errors import refuse_if_any
 from mcore_rl.families.family import Family
 from mcore_rl.families.rules import Axis, Rule, ShardRanges, Stage, num_experts
 from mcore_rl.families.towers import TOWER
+from mcore_rl.ground.errors import refuse_if_any
 from mcore_rl.weights.table import Piece, pieces
 
 

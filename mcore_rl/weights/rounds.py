@@ -26,7 +26,7 @@ from itertools import groupby, pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from mcore_rl.arrays import Int32Array, Int64Array
+from mcore_rl.ground.arrays import Int32Array, Int64Array
 from mcore_rl.weights.messages import Message, MessagePart
 from mcore_rl.weights.reshard import ReshardPlan
 from mcore_rl.weights.rollout_table import itemsize_of

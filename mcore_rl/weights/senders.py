@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from mcore_rl.arrays import Int32Array, Int64Array
+from mcore_rl.ground.arrays import Int32Array, Int64Array
 from mcore_rl.weights.sites import DIRECT, Sites
 
 

@@ -8,7 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
-from mcore_rl.arrays import Int64Array
+from mcore_rl.ground.arrays import Int64Array
 
 DIRECT = -1  # as a relay: none
 

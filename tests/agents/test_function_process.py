@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from mcore_rl.agents.function_process import FunctionProcesses, describe
-from mcore_rl.errors import ConfigError
+from mcore_rl.ground.errors import ConfigError
 from tests.support.awaited import awaited
 from tests.support.daemons import DAEMON
 

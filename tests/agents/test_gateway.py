@@ -18,8 +18,8 @@ from mcore_rl.agents.rendering import TurnRenderer
 from mcore_rl.agents.session import SessionParts
 from mcore_rl.agents.tools import ToolSet
 from mcore_rl.config.agent import AgentConfig
-from mcore_rl.episodes import Author, Episode, FinishReason
-from mcore_rl.errors import ConfigError, DeadEngineError
+from mcore_rl.ground.errors import ConfigError, DeadEngineError
+from mcore_rl.rollout.episodes import Author, Episode, FinishReason
 from mcore_rl.rollout.protocol import Sampling
 from mcore_rl.rollout.vllm.tool_parsers import ReadCalls
 from tests.support.awaited import awaited

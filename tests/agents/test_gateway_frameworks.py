@@ -14,7 +14,7 @@ import pytest
 from mcore_rl.agents.runner import AgentRunner
 from mcore_rl.config.agent import AgentConfig, ProgramConfig, ProgramReward
 from mcore_rl.config.reward import CodeConfig
-from mcore_rl.episodes import Author, Episode
+from mcore_rl.rollout.episodes import Author, Episode
 from mcore_rl.rollout.protocol import Sampling
 from tests.agents.test_runner import OWN
 from tests.support.awaited import awaited

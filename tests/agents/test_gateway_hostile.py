@@ -15,7 +15,7 @@ import pytest
 from mcore_rl.agents import connections, gateway
 from mcore_rl.agents.connections import MAX_STRANGERS
 from mcore_rl.agents.openai_requests import read_message
-from mcore_rl.errors import RolloutError
+from mcore_rl.ground.errors import RolloutError
 from tests.agents.test_gateway import ASK, TOOLS, post, served
 from tests.support.awaited import awaited
 from tests.support.chat_styles import style

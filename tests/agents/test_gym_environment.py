@@ -13,8 +13,8 @@ from mcore_rl.agents.gym_environment import GymEnvironment
 from mcore_rl.agents.runner import AgentRunner
 from mcore_rl.config.agent import AgentConfig
 from mcore_rl.config.reward import CodeConfig
-from mcore_rl.episodes import Episode
-from mcore_rl.errors import ConfigError
+from mcore_rl.ground.errors import ConfigError
+from mcore_rl.rollout.episodes import Episode
 from mcore_rl.rollout.protocol import Sampling
 from tests.support.awaited import awaited
 from tests.support.chat_styles import style

@@ -10,7 +10,7 @@ import pytest
 
 from mcore_rl.agents.interactions import EpisodeAnswers, EpisodeInteraction, Gsm8kInteraction, load_interactions
 from mcore_rl.config.agent import AgentConfig
-from mcore_rl.errors import ConfigError
+from mcore_rl.ground.errors import ConfigError
 from tests.support.awaited import awaited
 
 

@@ -13,7 +13,7 @@ from mcore_rl.agents.toolbox.calculator import SCHEMA, Calculator
 from mcore_rl.agents.tools import ToolCall, ToolSet
 from mcore_rl.config.agent import AgentConfig
 from mcore_rl.config.reward import CodeConfig
-from mcore_rl.episodes import Author, Episode, FinishReason
+from mcore_rl.rollout.episodes import Author, Episode, FinishReason
 from mcore_rl.rollout.protocol import Sampling
 from tests.support.awaited import awaited
 from tests.support.chat_styles import style

@@ -26,7 +26,7 @@ from mcore_rl.agents.tool_loading import load_tools
 from mcore_rl.agents.tools import ToolCall, ToolResult, ToolSet
 from mcore_rl.config.agent import AgentConfig
 from mcore_rl.config.reward import CodeConfig
-from mcore_rl.errors import ConfigError
+from mcore_rl.ground.errors import ConfigError
 from tests.support import mcp_server as source
 from tests.support.awaited import awaited
 

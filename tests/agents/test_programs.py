@@ -21,8 +21,8 @@ from aiohttp import web
 from mcore_rl.agents.runner import AgentRunner
 from mcore_rl.config.agent import AgentConfig, ProgramConfig, ProgramReward
 from mcore_rl.config.reward import CodeConfig
-from mcore_rl.episodes import Episode, FinishReason
-from mcore_rl.errors import ConfigError, DeadEngineError, RolloutError
+from mcore_rl.ground.errors import ConfigError, DeadEngineError, RolloutError
+from mcore_rl.rollout.episodes import Episode, FinishReason
 from mcore_rl.rollout.protocol import Sampling
 from tests.support.awaited import awaited
 from tests.support.chat_styles import style

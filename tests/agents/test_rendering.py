@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from mcore_rl.agents.rendering import ANSWERED, TurnRenderer, call_id, slot
-from mcore_rl.errors import DataError
+from mcore_rl.ground.errors import DataError
 from tests.support.chat_styles import ENDS, QWEN25, REWRITING, STYLES, WITHOUT_TOOLS, style
 
 TOOLS: list[dict[str, Any]] = [

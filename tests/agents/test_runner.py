@@ -11,8 +11,8 @@ from mcore_rl.agents.runner import AgentRunner
 from mcore_rl.agents.tools import EpisodeTool
 from mcore_rl.config.agent import AgentConfig
 from mcore_rl.config.reward import CodeConfig
-from mcore_rl.episodes import Episode
-from mcore_rl.errors import ConfigError, DeadEngineError, RolloutError
+from mcore_rl.ground.errors import ConfigError, DeadEngineError, RolloutError
+from mcore_rl.rollout.episodes import Episode
 from mcore_rl.rollout.protocol import Sampling
 from tests.support.awaited import awaited
 from tests.support.chat_styles import style

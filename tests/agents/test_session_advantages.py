@@ -18,10 +18,10 @@ from mcore_rl.config.algorithm import KlControlConfig
 from mcore_rl.config.reward import CodeConfig
 from mcore_rl.config.roles import LossAggregation
 from mcore_rl.controller.step.batch_assembly import assemble
-from mcore_rl.episodes import Author, Episode
+from mcore_rl.ground.types import LossInputs
 from mcore_rl.rewards.score import Score
+from mcore_rl.rollout.episodes import Author, Episode
 from mcore_rl.rollout.protocol import Sampling
-from mcore_rl.types import LossInputs
 from tests.controller.step.test_advantages import over_ranks
 from tests.support.chat_styles import style
 from tests.support.drawn_turns import DrawnTurns, agent_row

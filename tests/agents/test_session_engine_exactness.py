@@ -20,7 +20,7 @@ from mcore_rl.agents.rendering import TurnRenderer
 from mcore_rl.agents.session import SessionParts
 from mcore_rl.agents.tools import ToolSet
 from mcore_rl.config.agent import AgentConfig
-from mcore_rl.episodes import Episode, FinishReason
+from mcore_rl.rollout.episodes import Episode, FinishReason
 from mcore_rl.rollout.protocol import Sampling
 from mcore_rl.rollout.vllm.engine.process import EngineProcess
 from tests.agents.test_session_exactness import hostile, request

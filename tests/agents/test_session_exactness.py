@@ -28,8 +28,8 @@ from mcore_rl.agents.session import EpisodeOverError, Session, SessionParts
 from mcore_rl.agents.tools import ToolSet
 from mcore_rl.config.agent import AgentConfig
 from mcore_rl.controller.step.batch_assembly import assemble
-from mcore_rl.episodes import Author, Episode, FinishReason, VersionSpan
 from mcore_rl.rewards.score import Score
+from mcore_rl.rollout.episodes import Author, Episode, FinishReason, VersionSpan
 from mcore_rl.rollout.protocol import Request, Sample, Sampling
 from mcore_rl.rollout.vllm.tool_parsers import ReadCalls
 from tests.support.chat_styles import style

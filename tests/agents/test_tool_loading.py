@@ -12,7 +12,7 @@ from mcore_rl.agents.tool_loading import BUILT_IN, load_tools
 from mcore_rl.agents.tools import EpisodeTool, ToolSet
 from mcore_rl.config.agent import AgentConfig
 from mcore_rl.config.reward import CodeConfig
-from mcore_rl.errors import ConfigError
+from mcore_rl.ground.errors import ConfigError
 from tests.support.awaited import awaited
 
 YAML = """

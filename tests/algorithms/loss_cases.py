@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from mcore_rl.types import LossInputs, LossSums
+from mcore_rl.ground.types import LossInputs, LossSums
 
 Loss = Callable[[LossInputs], LossSums]
 FIELDS = (

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mcore_rl.algorithms.cross_entropy import CrossEntropy
-from mcore_rl.types import LossInputs
+from mcore_rl.ground.types import LossInputs
 
 
 def inputs(logprobs_N: Tensor, mask_N: Tensor) -> LossInputs:

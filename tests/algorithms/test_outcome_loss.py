@@ -13,7 +13,7 @@ from torch import Tensor
 from mcore_rl.algorithms.outcome_loss import OUTCOME, OutcomeLoss, outcome_loss
 from mcore_rl.algorithms.role_loss import UpdateSums
 from mcore_rl.config.algorithms.prime import ProcessRewardConfig
-from mcore_rl.types import LossInputs, LossSums
+from mcore_rl.ground.types import LossInputs, LossSums
 from tests.algorithms.loss_cases import (
     Minibatch,
     assert_connected_zero,

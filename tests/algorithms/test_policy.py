@@ -18,8 +18,8 @@ from mcore_rl.algorithms.role_loss import UpdateSums
 from mcore_rl.config.algorithm import DistillConfig, Divergence, KlPenalty
 from mcore_rl.config.algorithm_registry import policy_losses
 from mcore_rl.config.roles import ActorConfig, LossAggregation
+from mcore_rl.ground.types import TAUGHT_BY
 from mcore_rl.tracking.metrics import metric_of
-from mcore_rl.types import TAUGHT_BY
 from tests.algorithms.loss_cases import (
     Minibatch,
     assert_connected_zero,

@@ -22,7 +22,7 @@ from mcore_rl.algorithms.process_rewards import (
 from mcore_rl.algorithms.token_advantages import Outcomes, compute_advantages
 from mcore_rl.config.algorithm import AlgorithmConfig
 from mcore_rl.config.algorithms.prime import ProcessNorm
-from mcore_rl.types import TrainBatch
+from mcore_rl.ground.types import TrainBatch
 from tests.support.settings import algorithm_config, any_run
 
 BETA = 0.3

@@ -21,7 +21,7 @@ from mcore_rl.algorithms.reward_loss import (
     scores_loss,
 )
 from mcore_rl.config.reward_training import RewardLoss, RewardLossConfig, TrainedRewardConfig
-from mcore_rl.types import LossInputs, LossSums
+from mcore_rl.ground.types import LossInputs, LossSums
 from tests.algorithms.loss_cases import (
     Minibatch,
     assert_connected_zero,

@@ -10,7 +10,7 @@ import torch
 
 from mcore_rl.algorithms.selection import Moments, num_selected, select, threshold
 from mcore_rl.algorithms.step_numbers import StepNumbers, finish
-from mcore_rl.types import TrainBatch
+from mcore_rl.ground.types import TrainBatch
 from tests.support.settings import actor_config
 
 LENGTHS = (4, 3, 5)

@@ -26,7 +26,7 @@ from mcore_rl.config.algorithm import (
     Rejection,
     RolloutCorrectionConfig,
 )
-from mcore_rl.types import NOT_DRAWN, TokenScores, TrainBatch
+from mcore_rl.ground.types import NOT_DRAWN, TokenScores, TrainBatch
 from tests.algorithms.cases import ALL, Case
 from tests.algorithms.loss_cases import Minibatch, over_context, whole
 from tests.support.settings import actor_config, algorithm_config

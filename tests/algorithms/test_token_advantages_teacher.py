@@ -15,7 +15,7 @@ from mcore_rl.algorithms.token_advantages import TEACHER_LOGPROBS, Outcomes, Seq
 from mcore_rl.config.algorithm import AlgorithmConfig, DistillConfig, OffPolicy
 from mcore_rl.config.algorithm_object import Scope
 from mcore_rl.config.algorithm_registry import estimators
-from mcore_rl.types import TrainBatch
+from mcore_rl.ground.types import TrainBatch
 from tests.algorithms.advantages.test_estimation import ETA, GAMMA, LAM, PASS_K, WEIGHTS, expected
 from tests.algorithms.cases import ALL, Case
 from tests.support.settings import algorithm_config

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mcore_rl.checkpoints.block_fp8 import FLOAT32_OF_BYTE, QUANTISED, BlockFp8Checkpoint
 from mcore_rl.checkpoints.hf_directory import HfCheckpoint
-from mcore_rl.errors import CheckpointError
+from mcore_rl.ground.errors import CheckpointError
 from mcore_rl.weights.tensor_slice import TensorSlice
 
 BLOCK = (4, 6)

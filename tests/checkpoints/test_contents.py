@@ -10,7 +10,7 @@ import torch.distributed.checkpoint as dcp
 
 from mcore_rl.checkpoints.contents import inspect
 from mcore_rl.checkpoints.convert import HF, to_megatron
-from mcore_rl.errors import CheckpointError
+from mcore_rl.ground.errors import CheckpointError
 from tests.support import checkpoints
 
 

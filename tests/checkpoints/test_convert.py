@@ -26,7 +26,7 @@ from mcore_rl.checkpoints.convert import HF, to_hf, to_megatron
 from mcore_rl.checkpoints.hf_directory import HfCheckpoint
 from mcore_rl.checkpoints.safetensors import TensorSpec
 from mcore_rl.config.parallel import parse_layout
-from mcore_rl.errors import CheckpointError, ConfigError, McoreRLError
+from mcore_rl.ground.errors import CheckpointError, ConfigError, McoreRLError
 from mcore_rl.weights.tensor_slice import TensorSlice
 from tests.support import checkpoints
 from tests.support.engines import same_bits

@@ -10,7 +10,7 @@ import torch
 from mcore_rl.checkpoints.convert import open_run, role_directory, to_hf
 from mcore_rl.checkpoints.manifest import MANIFEST
 from mcore_rl.checkpoints.rank_state import SIDECAR_FILES, state_file
-from mcore_rl.errors import CheckpointError
+from mcore_rl.ground.errors import CheckpointError
 from tests.support import checkpoints, rank_files
 from tests.support.engines import same_bits
 

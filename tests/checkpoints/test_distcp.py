@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from mcore_rl.checkpoints import distcp
 from mcore_rl.checkpoints.distcp import METADATA, DistcpWriter, DistributedCheckpoint
 from mcore_rl.checkpoints.new_directory import NewDirectory
-from mcore_rl.errors import CheckpointError
+from mcore_rl.ground.errors import CheckpointError
 from mcore_rl.weights.tensor_slice import TensorSlice
 from mcore_rl.weights.views import view_of
 

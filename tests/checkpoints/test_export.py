@@ -22,7 +22,7 @@ from mcore_rl.checkpoints.export import export_stream, save_hf
 from mcore_rl.checkpoints.hf_directory import INDEX, HfCheckpoint
 from mcore_rl.checkpoints.load import load_hf
 from mcore_rl.config.role import Head
-from mcore_rl.errors import CheckpointError, WorkerError
+from mcore_rl.ground.errors import CheckpointError, WorkerError
 from mcore_rl.parallel.launch import Rank
 from mcore_rl.training.engine import Engine
 from mcore_rl.weights.table import Table

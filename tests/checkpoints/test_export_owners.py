@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from mcore_rl.checkpoints.export import owned_parts
-from mcore_rl.errors import WeightMapError
 from mcore_rl.families.rules import Range, Rule, ShardRanges
+from mcore_rl.ground.errors import WeightMapError
 from mcore_rl.weights.views import view_of
 from tests.support import checkpoints
 

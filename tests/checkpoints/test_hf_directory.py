@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mcore_rl.checkpoints import hf_directory
 from mcore_rl.checkpoints.hf_directory import INDEX, SINGLE, HfCheckpoint
-from mcore_rl.errors import CheckpointError
+from mcore_rl.ground.errors import CheckpointError
 from mcore_rl.weights.tensor_slice import TensorSlice
 
 A, B = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"

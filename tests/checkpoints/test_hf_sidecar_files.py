@@ -10,7 +10,7 @@ import torch
 
 from mcore_rl.checkpoints.hf_sidecar_files import copy_sidecar_files
 from mcore_rl.config.role import Head
-from mcore_rl.errors import CheckpointError
+from mcore_rl.ground.errors import CheckpointError
 
 KEPT = (
     "generation_config.json",

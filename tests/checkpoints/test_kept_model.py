@@ -12,8 +12,8 @@ import pytest
 
 from mcore_rl.checkpoints.convert import HF, open_megatron, to_hf, to_megatron
 from mcore_rl.checkpoints.kept_model import demand_kept_model
-from mcore_rl.errors import CheckpointError
 from mcore_rl.families.registry import model_of
+from mcore_rl.ground.errors import CheckpointError
 from tests.support import checkpoints, picture_models
 from tests.support.published import TINY
 

@@ -26,8 +26,8 @@ from mcore_rl.checkpoints.load import check_checkpoint, load_hf
 from mcore_rl.config.engine import Precision
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.role import Head
-from mcore_rl.errors import CheckpointError
 from mcore_rl.families.registry import model_of
+from mcore_rl.ground.errors import CheckpointError
 from mcore_rl.parallel.launch import Rank
 from mcore_rl.training.engine import Engine
 from mcore_rl.weights.table import Table

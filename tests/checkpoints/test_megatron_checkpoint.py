@@ -20,8 +20,8 @@ from mcore_rl.checkpoints.distcp import DistributedCheckpoint
 from mcore_rl.checkpoints.megatron_checkpoint import MegatronCheckpoint
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.parallel import parse_layout
-from mcore_rl.errors import CheckpointError
 from mcore_rl.families.registry import FAMILIES
+from mcore_rl.ground.errors import CheckpointError
 from mcore_rl.weights.tensor_slice import TensorSlice
 from tests.support import checkpoints, hf_reference
 

@@ -18,7 +18,7 @@ from mcore_rl.checkpoints.convert import dequantise, open_hf, to_hf, to_megatron
 from mcore_rl.checkpoints.hf_directory import HfCheckpoint
 from mcore_rl.checkpoints.load import check_checkpoint
 from mcore_rl.checkpoints.mxfp4 import Mxfp4Checkpoint, dequantised
-from mcore_rl.errors import CheckpointError
+from mcore_rl.ground.errors import CheckpointError
 from mcore_rl.weights.tensor_slice import TensorSlice
 from tests.support import checkpoints, tiny_models
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mcore_rl.checkpoints.new_directory import NewDirectory
-from mcore_rl.errors import CheckpointError
+from mcore_rl.ground.errors import CheckpointError
 
 
 def test_it_has_its_name_only_when_it_is_complete(tmp_path: Path) -> None:

@@ -37,9 +37,9 @@ from mcore_rl.checkpoints.peft import (
 from mcore_rl.checkpoints.rank_state import MAIN, SIDECAR_FILES, RankState, StateShard, pieces_of_range, state_file
 from mcore_rl.config.lora import ALL_LINEAR, LoraConfig
 from mcore_rl.config.role import Head
-from mcore_rl.errors import CheckpointError
 from mcore_rl.families.config_json import read_config
 from mcore_rl.families.registry import FAMILIES, model_of
+from mcore_rl.ground.errors import CheckpointError
 from mcore_rl.proofs.mutation import has_experts
 from mcore_rl.weights.adapter_table import AdapterTable
 from mcore_rl.weights.table import Table

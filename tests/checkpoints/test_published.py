@@ -18,8 +18,8 @@ from mcore_rl.checkpoints.load import load_hf
 from mcore_rl.checkpoints.published import open_weights
 from mcore_rl.config.role import Head
 from mcore_rl.controller.lifecycle.model_checks import demand_weights
-from mcore_rl.errors import CheckpointError
 from mcore_rl.families.registry import model_of
+from mcore_rl.ground.errors import CheckpointError
 from mcore_rl.weights.table import Table
 from tests.checkpoints.test_load import _module_of
 from tests.support import checkpoints, picture_models, tiny_models

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mcore_rl.checkpoints.rank_state import MAIN, WEIGHT, RankState, StoredState, state_file
 from mcore_rl.config.role import Head
-from mcore_rl.errors import CheckpointError
+from mcore_rl.ground.errors import CheckpointError
 from mcore_rl.weights.tensor_slice import TensorSlice
 from mcore_rl.weights.views import view_of
 from tests.support import checkpoints, rank_files

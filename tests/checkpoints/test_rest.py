@@ -28,9 +28,9 @@ from mcore_rl.checkpoints.rest import KEPT, keep_rest, rest_of
 from mcore_rl.config.parallel import parse_layout
 from mcore_rl.config.role import Head
 from mcore_rl.controller.lifecycle.model_checks import demand_weights
-from mcore_rl.errors import CheckpointError
 from mcore_rl.families.config_json import read_config
 from mcore_rl.families.registry import model_of
+from mcore_rl.ground.errors import CheckpointError
 from mcore_rl.parallel.launch import Rank
 from mcore_rl.weights.table import Table
 from tests.support import engines, picture_models, rank_files, text_parts

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mcore_rl.checkpoints import safetensors
 from mcore_rl.checkpoints.safetensors import DTYPES, TensorSpec, encode_header, in_groups, read_header, read_slice
-from mcore_rl.errors import CheckpointError
+from mcore_rl.ground.errors import CheckpointError
 from mcore_rl.weights.tensor_slice import TensorSlice, row_major_strides, windows
 from mcore_rl.weights.views import view_of
 

@@ -20,7 +20,7 @@ from mcore_rl.checkpoints import sharded_writer
 from mcore_rl.checkpoints.hf_directory import INDEX, SINGLE, HfCheckpoint
 from mcore_rl.checkpoints.safetensors import TensorSpec
 from mcore_rl.checkpoints.sharded_writer import ShardedWriter, plan_shards
-from mcore_rl.errors import CheckpointError
+from mcore_rl.ground.errors import CheckpointError
 from mcore_rl.weights.tensor_slice import TensorSlice
 from mcore_rl.weights.views import view_of
 

@@ -21,8 +21,8 @@ from mcore_rl.checkpoints.load import check_checkpoint
 from mcore_rl.checkpoints.published import open_weights
 from mcore_rl.checkpoints.safetensors import TensorSpec
 from mcore_rl.checkpoints.stacked import StackedWriter, UnstackedCheckpoint, stored_tensors, unstacked
-from mcore_rl.errors import CheckpointError
 from mcore_rl.families.registry import FAMILIES
+from mcore_rl.ground.errors import CheckpointError
 from mcore_rl.weights.table import Table
 from mcore_rl.weights.tensor_slice import TensorSlice
 from tests.support import checkpoints

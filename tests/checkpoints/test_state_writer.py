@@ -17,7 +17,7 @@ from torch import Tensor
 from mcore_rl.checkpoints import state_writer
 from mcore_rl.checkpoints.manifest import BLOCK_BYTES, sum_of
 from mcore_rl.checkpoints.state_writer import StateWriter, Written
-from mcore_rl.errors import CheckpointError
+from mcore_rl.ground.errors import CheckpointError
 from tests.support.engines import CPU, same_bits
 
 

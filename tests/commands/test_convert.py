@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mcore_rl.cli import main
-from mcore_rl.errors import McoreRLError
+from mcore_rl.ground.errors import McoreRLError
 from tests.house.source import ROOT
 from tests.support import checkpoints, rank_files
 from tests.support.engines import same_bits

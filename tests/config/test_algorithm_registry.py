@@ -18,7 +18,7 @@ from mcore_rl.config.algorithm_object import ACTOR, CRITIC, REFERENCE, InLoss, I
 from mcore_rl.config.algorithm_registry import algorithms, estimator, estimators, policy_loss, policy_losses
 from mcore_rl.config.compose import as_yaml, compose
 from mcore_rl.config.run import RunConfig, run_violations
-from mcore_rl.errors import ConfigError, refuse_if_any
+from mcore_rl.ground.errors import ConfigError, refuse_if_any
 from tests.algorithms.cases import ALL
 from tests.algorithms.loss_cases import drawn, whole
 from tests.support import vapo, verifier

@@ -42,7 +42,7 @@ from mcore_rl.config.run import RunConfig, any_run_schema, run_violations
 from mcore_rl.config.sft import SftConfig
 from mcore_rl.config.typed import typed
 from mcore_rl.config.yaml_files import parse_yaml
-from mcore_rl.errors import ConfigError, Violation
+from mcore_rl.ground.errors import ConfigError, Violation
 from tests.support.number_oracle import CLUSTER, NUMBERS, never
 
 Refusals = Callable[..., list[Violation]]

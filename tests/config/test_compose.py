@@ -18,7 +18,7 @@ from mcore_rl.config.run import RunConfig
 from mcore_rl.config.sft import SftConfig
 from mcore_rl.config.trainer import Logger
 from mcore_rl.config.yaml_files import FREE
-from mcore_rl.errors import ConfigError
+from mcore_rl.ground.errors import ConfigError
 
 
 def refusal(*overrides: str, directory: Path | None = None, name: str | None = None) -> str:

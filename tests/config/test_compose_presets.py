@@ -15,7 +15,7 @@ from mcore_rl.config.clipping import PpoClipConfig
 from mcore_rl.config.compose import compose, preset
 from mcore_rl.config.launch import load_recipe
 from mcore_rl.config.run import RunConfig, run_violations
-from mcore_rl.errors import ConfigError
+from mcore_rl.ground.errors import ConfigError
 from tests.support.own_algorithm import LOSS, MEDIAN
 
 SOUND = ["model.path=m", "data.train_files=[t.parquet]", "data.val_files=[v.parquet]"]

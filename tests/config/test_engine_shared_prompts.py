@@ -12,7 +12,7 @@ from mcore_rl.config.parallel import ParallelConfig, parse_layout
 from mcore_rl.config.prefer import PreferConfig
 from mcore_rl.config.role_table import ROLES
 from mcore_rl.config.run import RunConfig
-from mcore_rl.errors import ConfigError
+from mcore_rl.ground.errors import ConfigError
 from tests.support import models
 
 SHARING = EngineConfig(microbatch_tokens=64, share_prompts=SharePrompts.auto)

@@ -13,7 +13,7 @@ from mcore_rl.config.compose import as_dict, compose
 from mcore_rl.config.hub_files import fetched
 from mcore_rl.config.run import RunConfig
 from mcore_rl.controller.lifecycle.resume_check import Identity
-from mcore_rl.errors import ConfigError
+from mcore_rl.ground.errors import ConfigError
 from mcore_rl.tracking.run_directory import prepare
 from tests.support import checkpoints, prompt_files
 from tests.support.engines import same_bits

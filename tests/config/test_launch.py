@@ -21,7 +21,7 @@ from mcore_rl.config.launch import (
 )
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.sft import SftConfig
-from mcore_rl.errors import ConfigError
+from mcore_rl.ground.errors import ConfigError
 
 
 def refusal(load: Callable[..., object], *arguments: object) -> str:

@@ -10,7 +10,7 @@ import pytest
 
 from mcore_rl.config.cluster import ReachedRates, ResidualMemory
 from mcore_rl.config.launch import cluster_yaml, load_cluster
-from mcore_rl.errors import ConfigError
+from mcore_rl.ground.errors import ConfigError
 
 VALUES: dict[str, Any] = {
     "format": "mcore-rl doctor",

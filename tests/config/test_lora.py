@@ -10,7 +10,7 @@ from mcore_rl.config.role import Role
 from mcore_rl.config.roles import CriticConfig
 from mcore_rl.config.run import RunConfig, run_violations
 from mcore_rl.config.sft import ACTOR, SftConfig
-from mcore_rl.errors import Violation
+from mcore_rl.ground.errors import Violation
 
 
 def test_scale_is_that_of_the_papers() -> None:

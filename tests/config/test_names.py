@@ -10,7 +10,7 @@ import yaml
 from mcore_rl.config.compose import as_dict, as_yaml, compose
 from mcore_rl.config.names import RESERVED, field_of, key_of, value_at
 from mcore_rl.config.run import RunConfig
-from mcore_rl.errors import ConfigError
+from mcore_rl.ground.errors import ConfigError
 
 KEY = "async.max_staleness"
 

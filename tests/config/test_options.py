@@ -11,7 +11,7 @@ import pytest
 from mcore_rl.config.bounds import InputDirectory, InputFile, NonNegativeFloat, OutputFile, PositiveInt, Ranks, Seed
 from mcore_rl.config.options import read_options, spelt_as_options, typed
 from mcore_rl.config.parallel import parse_layers, parse_layout
-from mcore_rl.errors import ConfigError, Violation
+from mcore_rl.ground.errors import ConfigError, Violation
 from tests.house.source import ROOT
 
 COMMANDS = ROOT / "mcore_rl" / "commands"

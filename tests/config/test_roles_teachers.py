@@ -11,7 +11,7 @@ from mcore_rl.config.compose import as_yaml, compose
 from mcore_rl.config.role_table import ROLES
 from mcore_rl.config.roles import Teachers, snapshot_of
 from mcore_rl.config.run import RunConfig, run_violations
-from mcore_rl.errors import ConfigError
+from mcore_rl.ground.errors import ConfigError
 
 TAUGHT = ("algorithm=distill", "model.path=m", "data.train_files=[t]", "data.val_files=[v]")
 

@@ -22,7 +22,7 @@ from mcore_rl.config.rollout import (
     rollout_violations,
     sequence_bytes,
 )
-from mcore_rl.errors import ConfigError
+from mcore_rl.ground.errors import ConfigError
 from tests.support import models
 
 

@@ -16,7 +16,7 @@ from mcore_rl.config.roles import CriticConfig
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.stages import OnController, OnRanks, Pass, StepStage, Update
 from mcore_rl.config.step_plan import step_plan, why_scored
-from mcore_rl.errors import ConfigError
+from mcore_rl.ground.errors import ConfigError
 
 GRPO = ("algorithm=grpo", "data.train_batch_size=16", "actor.ppo_mini_batch_size=16")
 

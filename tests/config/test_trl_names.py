@@ -11,7 +11,7 @@ from mcore_rl.config.compose import compose
 from mcore_rl.config.run import RunConfig, any_run_schema
 from mcore_rl.config.trl_names import OURS
 from mcore_rl.config.typed import all_keys
-from mcore_rl.errors import ConfigError
+from mcore_rl.ground.errors import ConfigError
 from tests.house.source import ROOT
 from tests.support.oracles import oracles
 

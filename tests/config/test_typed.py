@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from mcore_rl.config.typed import resolved
-from mcore_rl.errors import ConfigError
+from mcore_rl.ground.errors import ConfigError
 
 TREE: dict[str, Any] = {
     "model": {"path": "m", "tokenizer_path": "${model.path}/t"},

@@ -13,7 +13,7 @@ from mcore_rl.config.launch import load_recipe, recipe_names
 from mcore_rl.config.run import RunConfig, any_run_schema, run_violations
 from mcore_rl.config.typed import all_keys
 from mcore_rl.config.unread_keys import switches
-from mcore_rl.errors import Violation
+from mcore_rl.ground.errors import Violation
 from tests.support.composed import recipe
 
 SOUND = ["model.path=m", "data.train_files=[t.parquet]", "data.val_files=[v.parquet]"]

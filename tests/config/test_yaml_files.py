@@ -11,7 +11,7 @@ from mcore_rl.config.compose import compose
 from mcore_rl.config.launch import load_cluster, load_recipe
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.yaml_files import MAX_BYTES, read_yaml
-from mcore_rl.errors import ConfigError
+from mcore_rl.ground.errors import ConfigError
 
 BEGIN = "defaults: [train, _self_]\n"
 

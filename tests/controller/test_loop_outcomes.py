@@ -20,9 +20,9 @@ from mcore_rl.controller.loop import StepState, run_stage
 from mcore_rl.controller.run import Run
 from mcore_rl.controller.step.preemption import Preemption
 from mcore_rl.controller.step.updates import send
+from mcore_rl.ground.types import TrainBatch
 from mcore_rl.runtime.shard import WorkerInput
 from mcore_rl.tracking.clock import Clock
-from mcore_rl.types import TrainBatch
 from tests.controller.step.test_updates import Ranks
 from tests.support.batches import LENGTHS, ragged
 

@@ -26,7 +26,7 @@ from mcore_rl.controller.lifecycle.run_checkpoints import complete_checkpoints
 from mcore_rl.controller.loop import train
 from mcore_rl.controller.programs.start import open_run
 from mcore_rl.controller.run import Run
-from mcore_rl.errors import DeadEngineError, WorkerError
+from mcore_rl.ground.errors import DeadEngineError, WorkerError
 from mcore_rl.rollout.vllm.engine.process_group import is_helper
 from mcore_rl.runtime.engine_client import EngineClient
 from mcore_rl.runtime.watchdog import Watchdog

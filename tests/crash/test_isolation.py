@@ -20,7 +20,7 @@ pytestmark = [
 ]
 CHECK = """
 from mcore_rl.config.reward import CodeConfig, RewardConfig
-from mcore_rl.errors import ConfigError
+from mcore_rl.ground.errors import ConfigError
 from mcore_rl.rewards.scorer import Scorer
 with Scorer(RewardConfig(num_workers=1, code=CodeConfig(allow_weak_confinement={allow}))) as scorer:
     try:

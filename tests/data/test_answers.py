@@ -11,7 +11,7 @@ from mcore_rl.config.data import DataConfig, Truncation
 from mcore_rl.data.answers import OwnAnswers
 from mcore_rl.data.prompts import PromptSet
 from mcore_rl.data.turns import Turns
-from mcore_rl.errors import DataError
+from mcore_rl.ground.errors import DataError
 from tests.support import prompt_files
 from tests.support.prompt_files import row, write
 

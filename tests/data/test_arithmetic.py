@@ -7,7 +7,7 @@ import re
 import pytest
 
 from mcore_rl.data.arithmetic import LEVELS, Split, generate, split_of
-from mcore_rl.errors import ConfigError
+from mcore_rl.ground.errors import ConfigError
 
 GAINING, LOSING = ("buys", "finds", "gets", "wins"), ("gives", "loses", "sells")
 

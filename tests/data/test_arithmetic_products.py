@@ -7,7 +7,7 @@ import json
 import pytest
 
 from mcore_rl.data.arithmetic import Product, Split, products, split_of
-from mcore_rl.errors import ConfigError
+from mcore_rl.ground.errors import ConfigError
 
 
 @pytest.mark.parametrize("split", list(Split))

@@ -12,7 +12,7 @@ from tokenizers import processors
 
 from mcore_rl.config.data import SftDataConfig, Truncation
 from mcore_rl.data.conversations import Conversation, ConversationSet
-from mcore_rl.errors import DataError
+from mcore_rl.ground.errors import DataError
 from tests.support import prompt_files
 from tests.support.prompt_files import user, write
 

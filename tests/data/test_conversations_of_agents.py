@@ -14,7 +14,7 @@ import pytest
 from mcore_rl.agents.rendering import TurnRenderer, call_id
 from mcore_rl.config.data import SftDataConfig
 from mcore_rl.data.conversations import ConversationSet
-from mcore_rl.errors import DataError
+from mcore_rl.ground.errors import DataError
 from tests.support.chat_styles import WITHOUT_TOOLS, style
 from tests.support.prompt_files import write
 

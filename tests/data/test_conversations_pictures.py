@@ -13,7 +13,7 @@ from mcore_rl.data.conversations import ConversationSet
 from mcore_rl.data.media.pixels import patches_of_file
 from mcore_rl.data.media.prompts import PAD, PictureReader
 from mcore_rl.data.media.sizes import Sizing
-from mcore_rl.errors import DataError
+from mcore_rl.ground.errors import DataError
 from tests.support.chat_styles import style
 from tests.support.pictures import picture
 from tests.support.prompt_files import user, write

@@ -31,7 +31,7 @@ from mcore_rl.data.media.prompts import PictureReader
 from mcore_rl.data.media.sizes import Sizing
 from mcore_rl.data.prompts import PromptSet
 from mcore_rl.data.tables import read_table
-from mcore_rl.errors import DataError
+from mcore_rl.ground.errors import DataError
 from mcore_rl.rewards.registry import grader_of
 from mcore_rl.rewards.score import RewardRequest
 from tests.support import prompt_files

@@ -11,7 +11,7 @@ import pytest
 
 from mcore_rl.data.given_rows import GivenRows, rows_file
 from mcore_rl.data.rows import read_files
-from mcore_rl.errors import ConfigError
+from mcore_rl.ground.errors import ConfigError
 from tests.support.oracles import oracles
 
 ROWS: list[dict[str, Any]] = [

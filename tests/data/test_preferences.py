@@ -10,7 +10,7 @@ import pytest
 from mcore_rl.config.data import PreferenceDataConfig, Truncation
 from mcore_rl.data.preferences import PreferenceSet, RowForm
 from mcore_rl.data.turns import Turns
-from mcore_rl.errors import DataError
+from mcore_rl.ground.errors import DataError
 from tests.support import prompt_files
 from tests.support.chat_styles import style
 

@@ -13,7 +13,7 @@ import pytest
 from mcore_rl.config.data import DataConfig, Truncation
 from mcore_rl.config.reward import Style
 from mcore_rl.data.prompts import PromptSet, truncated
-from mcore_rl.errors import DataError
+from mcore_rl.ground.errors import DataError
 from tests.support import prompt_files
 from tests.support.prompt_files import not_utf8, row, user, write
 

@@ -14,7 +14,7 @@ from mcore_rl.data.media.placed import Grid, ImageRef, Placed
 from mcore_rl.data.media.prompts import PAD, PictureReader
 from mcore_rl.data.media.sizes import Sizing
 from mcore_rl.data.prompts import PromptSet, kept_media, truncated
-from mcore_rl.errors import DataError
+from mcore_rl.ground.errors import DataError
 from tests.support.chat_styles import style
 from tests.support.pictures import animated, bomb, encoded, noise, picture, turned
 from tests.support.prompt_files import row, user, write

@@ -13,7 +13,7 @@ from mcore_rl.config.data import DataConfig
 from mcore_rl.config.reward import Style
 from mcore_rl.data.prompts import PromptSet
 from mcore_rl.data.responses import Generated, ResponseSet, taken_columns, write_responses
-from mcore_rl.errors import DataError
+from mcore_rl.ground.errors import DataError
 from tests.support.chat_styles import style
 from tests.support.prompt_files import not_utf8, row, write, write_as
 

@@ -17,7 +17,7 @@ from mcore_rl.config.data import DataConfig, SftDataConfig, TrainedTurns
 from mcore_rl.data.conversations import ConversationSet
 from mcore_rl.data.prompts import PromptSet
 from mcore_rl.data.rows import read_files
-from mcore_rl.errors import DataError
+from mcore_rl.ground.errors import DataError
 from tests.support.chat_styles import joining, style
 from tests.support.prompt_files import write_as
 

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from mcore_rl.data.sampler import PromptSampler
-from mcore_rl.errors import ConfigError
+from mcore_rl.ground.errors import ConfigError
 
 
 def draws(sampler: PromptSampler, counts: list[int]) -> list[list[int]]:

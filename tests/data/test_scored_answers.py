@@ -12,7 +12,7 @@ from mcore_rl.config.data import PreferenceDataConfig, Truncation
 from mcore_rl.controller.step.reward_model import Encoder
 from mcore_rl.data.preferences import RowForm
 from mcore_rl.data.scored_answers import END, ScoredSet, conversation_tokens, encoder
-from mcore_rl.errors import DataError
+from mcore_rl.ground.errors import DataError
 from tests.support import prompt_files
 
 PAIRS = [

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from mcore_rl.data.sources import read_splits
-from mcore_rl.errors import DataError
+from mcore_rl.ground.errors import DataError
 
 SPLITS = ("train", "test")
 

@@ -11,7 +11,7 @@ from mcore_rl.data.arithmetic import Split, split_of
 from mcore_rl.data.media.images import decoded
 from mcore_rl.data.media.sizes import Sizing
 from mcore_rl.data.squares import squares
-from mcore_rl.errors import ConfigError
+from mcore_rl.ground.errors import ConfigError
 
 
 def islands(red: np.ndarray) -> int:

@@ -11,7 +11,7 @@ import pytest
 from mcore_rl.config.data import PreferenceDataConfig, Truncation
 from mcore_rl.data.scored_answers import END
 from mcore_rl.data.steps import StepSet, joined_steps
-from mcore_rl.errors import DataError
+from mcore_rl.ground.errors import DataError
 from tests.support import prompt_files
 
 CONFIG = PreferenceDataConfig(step_labels_key="labels", max_length=128)

@@ -13,7 +13,7 @@ import pytest
 from mcore_rl.config.data import DataConfig
 from mcore_rl.data.prompts import PromptSet
 from mcore_rl.data.tables import read_table
-from mcore_rl.errors import DataError
+from mcore_rl.ground.errors import DataError
 from tests.support import prompt_files
 from tests.support.prompt_files import write_as
 

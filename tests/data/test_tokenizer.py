@@ -12,8 +12,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from mcore_rl.data.tokenizer import end_tokens, load_tokenizer, vocabulary_difference
-from mcore_rl.errors import DataError
 from mcore_rl.families.registry import FAMILIES
+from mcore_rl.ground.errors import DataError
 from tests.support import prompt_files
 
 

@@ -14,7 +14,7 @@ from mcore_rl.config.engine import Device
 from mcore_rl.doctor.checks import ACCELERATOR, Diagnosis, HealthCheck, Subject, Verdict
 from mcore_rl.doctor.examination import diagnosed, examine, platform_diagnosis
 from mcore_rl.doctor.vendor_tools import tool_output
-from mcore_rl.errors import WorkerError
+from mcore_rl.ground.errors import WorkerError
 from mcore_rl.parallel.device import detect
 from mcore_rl.parallel.launch import Rank
 from mcore_rl.parallel.phase import phase

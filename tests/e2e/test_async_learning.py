@@ -23,7 +23,7 @@ from mcore_rl.controller.programs.start import open_run
 from mcore_rl.controller.rollouts.rollout_source import Ahead
 from mcore_rl.controller.run import Run
 from mcore_rl.controller.step.rollout_collection import RolloutCollector
-from mcore_rl.errors import AlarmError, DeadEngineError
+from mcore_rl.ground.errors import AlarmError, DeadEngineError
 from mcore_rl.parallel.device import detect
 from mcore_rl.tracking.jsonl import read_metrics
 from mcore_rl.tracking.sinks import Tracker

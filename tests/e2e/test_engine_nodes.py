@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from mcore_rl.config.rollout import parse_rollout_layout
-from mcore_rl.errors import DeadEngineError, RolloutError
+from mcore_rl.ground.errors import DeadEngineError, RolloutError
 from mcore_rl.rollout.protocol import VersionSpan
 from mcore_rl.rollout.vllm.engine.engine_node import EngineNode, Meeting, free_port
 from mcore_rl.rollout.vllm.engine.environment import core_shares, usable_cores

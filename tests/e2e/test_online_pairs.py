@@ -24,7 +24,7 @@ from mcore_rl.config.data import DataConfig
 from mcore_rl.controller.rollouts.recording import read_record
 from mcore_rl.data.arithmetic import Split, generate
 from mcore_rl.data.prompts import PromptRow, PromptSet
-from mcore_rl.episodes import Episode
+from mcore_rl.rollout.episodes import Episode
 from mcore_rl.tracking.jsonl import read_metrics
 from tests.e2e.test_learning import LIFT, REWARD, SETTINGS, STEPS
 from tests.support import prompt_files

@@ -23,7 +23,7 @@ from mcore_rl.cli import main
 from mcore_rl.controller.rollouts.stream import RolloutStream
 from mcore_rl.controller.run import Run
 from mcore_rl.controller.step.rollout_collection import RolloutBatch
-from mcore_rl.episodes import Episode
+from mcore_rl.rollout.episodes import Episode
 from tests.support import prompt_files
 from tests.support.ahead_runs import APART, lines, prompts, staleness
 from tests.support.rollouts import chosen, reference_logprobs

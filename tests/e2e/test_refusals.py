@@ -25,7 +25,7 @@ from mcore_rl.config.bounds import file_violations
 from mcore_rl.config.compose import compose
 from mcore_rl.config.files import input_problem, output_problem
 from mcore_rl.config.hub_files import fetched
-from mcore_rl.errors import ConfigError, Violation
+from mcore_rl.ground.errors import ConfigError, Violation
 from tests.support.number_oracle import NUMBERS
 from tests.support.outsider import as_another_user
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from mcore_rl.config.rollout import rollout_violations
-from mcore_rl.errors import ConfigError
 from mcore_rl.families.checkpoints import HARDWARE, find_checkpoint, known_checkpoints, published_config
 from mcore_rl.families.registry import FAMILIES, model_of
 from mcore_rl.families.towers import PICTURES
+from mcore_rl.ground.errors import ConfigError
 from mcore_rl.parallel.layout import layout_violations
 from tests.support.published import FACTS, MODEL_CONFIGS
 

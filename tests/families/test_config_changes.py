@@ -13,7 +13,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from mcore_rl.config.model import RopeType
 from mcore_rl.data.tiny_tokenizer import build_tokenizer
-from mcore_rl.errors import CheckpointError, ConfigError
 from mcore_rl.families.config_changes import (
     ConfigChanges,
     add_change_options,
@@ -23,6 +22,7 @@ from mcore_rl.families.config_changes import (
 )
 from mcore_rl.families.config_json import read_config
 from mcore_rl.families.registry import model_of
+from mcore_rl.ground.errors import CheckpointError, ConfigError
 from tests.support.published import TINY, class_config
 
 LLAMA = {**TINY["llama"], "index_topk": 4, "rope_interleaved": False}

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from transformers import CONFIG_MAPPING, GenerationConfig, PreTrainedConfig
 
-from mcore_rl.errors import ConfigError, Violation
 from mcore_rl.families.fields import IGNORED, NEUTRAL, Fields, same
 from mcore_rl.families.registry import FAMILIES, model_of, unread_fields
+from mcore_rl.ground.errors import ConfigError, Violation
 from tests.support.published import FACTS, TINY, WRITTEN
 
 # Beside IGNORED: what the family says changes nothing, and what nothing reads while windows are off.

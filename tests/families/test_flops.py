@@ -21,8 +21,8 @@ from mcore_rl.families.flops import (
     visible_pairs,
 )
 from mcore_rl.families.registry import model_of
+from mcore_rl.ground.types import Picture
 from mcore_rl.training.vision import build_tower, features_of
-from mcore_rl.types import Picture
 from tests.support import models, picture_models
 from tests.support.published import TINY, class_config
 

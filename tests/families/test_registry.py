@@ -16,8 +16,8 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from mcore_rl.checkpoints.stacked import stored_tensors
 from mcore_rl.config.model import Activation, ModelConfig, RopeType
-from mcore_rl.errors import ConfigError
 from mcore_rl.families.registry import FAMILIES, model_of
+from mcore_rl.ground.errors import ConfigError
 from mcore_rl.proofs.effective_config import neighbours_rotate
 from mcore_rl.weights.table import Table
 from tests.support.published import FACTS, TINY, WRITTEN, class_config, meta_model, saved_shapes

@@ -11,10 +11,10 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
-from mcore_rl.errors import ConfigError
 from mcore_rl.families.config_changes import ConfigChanges
 from mcore_rl.families.registry import family_of, model_of
 from mcore_rl.families.text_part import TEXT_PARTS, text_config, with_text
+from mcore_rl.ground.errors import ConfigError
 from mcore_rl.weights.table import Table
 from tests.families.test_fields import refused
 from tests.support import text_parts

@@ -13,10 +13,10 @@ from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 from mcore_rl.config.model_violations import model_violations
 from mcore_rl.config.parallel import ParallelConfig, parse_layout
 from mcore_rl.config.rollout import parse_rollout_layout, rollout_violations
-from mcore_rl.errors import ConfigError
 from mcore_rl.families.registry import family_of, model_of
 from mcore_rl.families.rules import Layers, Rule, Stage, hf
 from mcore_rl.families.towers import PICTURES
+from mcore_rl.ground.errors import ConfigError
 from mcore_rl.parallel.layout import layout_violations
 from mcore_rl.weights.table import Table
 from tests.support import picture_models

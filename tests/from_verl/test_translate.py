@@ -12,11 +12,11 @@ import pytest
 from mcore_rl.config.launch import load_recipe, load_words
 from mcore_rl.config.names import value_at
 from mcore_rl.config.run import RunConfig, run_violations
-from mcore_rl.errors import ConfigError
 from mcore_rl.from_verl.answer import Difference, ModelFacts, yaml_of
 from mcore_rl.from_verl.models import model_facts
 from mcore_rl.from_verl.translate import Translation, translate
 from mcore_rl.from_verl.written import Launch, of_launch, of_tree
+from mcore_rl.ground.errors import ConfigError
 from mcore_rl.planning.plan import plan
 from mcore_rl.planning.recipes import run_model
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mcore_rl.errors import DeviceError
+from mcore_rl.ground.errors import DeviceError
 from mcore_rl.parallel.device import (
     Platform,
     banner,

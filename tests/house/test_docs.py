@@ -114,7 +114,11 @@ def names_of(module: str) -> set[str]:
     assigned = [target for node in body if isinstance(node, ast.Assign) for target in node.targets]
     assigned += [node.target for node in body if isinstance(node, ast.AnnAssign)]
     defined = [node for node in body if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)]
-    return {each.id for each in assigned if isinstance(each, ast.Name)} | {each.name for each in defined}
+    offered = [
+        node.value for node in body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+    ]
+    named = {str(each.value) for node in offered for each in ast.walk(node) if isinstance(each, ast.Constant)}
+    return named | {each.id for each in assigned if isinstance(each, ast.Name)} | {each.name for each in defined}
 
 
 def test_what_python_code_imports_is_there() -> None:

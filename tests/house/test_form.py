@@ -22,7 +22,7 @@ READS_ENVIRONMENT = (
     "mcore_rl/rollout/vllm/engine/environment.py",
     "mcore_rl/runtime/cluster.py",  # whether the user keeps Ray's files: Ray's own variable
     "mcore_rl/tracking/run_owner.py",  # which Slurm job it runs in: that is said nowhere else
-    "mcore_rl/secrets.py",
+    "mcore_rl/ground/secrets.py",
     "tools/upgrade_report.py",  # adds a folder to the path of the tests that it starts
 )
 ENVIRONMENT = ("environ", "environb", "getenv", "putenv", "unsetenv")

@@ -31,7 +31,7 @@ from mcore_rl.config.algorithm_registry import algorithms, policy_loss
 from mcore_rl.config.algorithms.prime import ProcessNorm
 from mcore_rl.config.names import has_key, value_at
 from mcore_rl.config.run import RunConfig
-from mcore_rl.types import TrainBatch
+from mcore_rl.ground.types import TrainBatch
 from tests.algorithms.loss_cases import drawn, whole
 from tools.configuration import as_condition, changed, named, readers, readers_text, run_with, runs
 

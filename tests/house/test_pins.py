@@ -11,7 +11,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from mcore_rl.config.megatron_versions import MEGATRON_VERSIONS
-from mcore_rl.errors import pip_line
+from mcore_rl.ground.errors import pip_line
 from tests.house.source import ROOT
 from tools.record_requirements import PYTHONS, holds_for, locked
 

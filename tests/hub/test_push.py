@@ -10,7 +10,7 @@ import yaml
 from huggingface_hub import HfApi, constants
 
 from mcore_rl.cli import main
-from mcore_rl.errors import ConfigError
+from mcore_rl.ground.errors import ConfigError
 from mcore_rl.hub.push import target
 from tests.support import checkpoints, rank_files
 from tests.support.engines import same_bits

@@ -13,7 +13,7 @@ import pytest
 
 from mcore_rl.cli import main
 from mcore_rl.config.launch import load_recipe
-from mcore_rl.errors import ConfigError
+from mcore_rl.ground.errors import ConfigError
 from mcore_rl.runtime.slurm_job import Job, read_job, render
 
 ROOT = Path(__file__).parents[2]

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mcore_rl.errors import CheckpointError, WorkerError
+from mcore_rl.ground.errors import CheckpointError, WorkerError
 from mcore_rl.parallel.agreement import together
 from mcore_rl.parallel.launch import Rank
 from tests.support import engines

@@ -10,7 +10,7 @@ import torch
 
 from mcore_rl.config.engine import Device
 from mcore_rl.config.parallel import ParallelConfig
-from mcore_rl.errors import DeviceError
+from mcore_rl.ground.errors import DeviceError
 from mcore_rl.parallel import cpu, groups, launch
 from mcore_rl.parallel.cpu import PATCHES, Line, Patch, make_megatron_run_on_cpu
 from mcore_rl.parallel.device import Platform, detect

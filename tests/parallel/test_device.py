@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from mcore_rl.config.engine import Device
-from mcore_rl.errors import DeviceError
+from mcore_rl.ground.errors import DeviceError
 from mcore_rl.parallel import device as under_test
 from mcore_rl.parallel.device import (
     RAY_NOSET,

@@ -14,7 +14,7 @@ from ray._private.accelerators.amd_gpu import AMDGPUAcceleratorManager
 from ray._private.accelerators.nvidia_gpu import NvidiaGPUAcceleratorManager
 
 from mcore_rl.config.engine import Device
-from mcore_rl.errors import DeviceError
+from mcore_rl.ground.errors import DeviceError
 from mcore_rl.parallel.device import (
     MASKS,
     RAY_NOSET,

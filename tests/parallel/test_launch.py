@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from mcore_rl.config.engine import Device
 from mcore_rl.config.parallel import parse_layout
-from mcore_rl.errors import ConfigError, McoreRLError, Violation, WorkerError
+from mcore_rl.ground.errors import ConfigError, McoreRLError, Violation, WorkerError
 from mcore_rl.parallel.device import detect
 from mcore_rl.parallel.failure import Cause, Failure, failure_message, first_cause
 from mcore_rl.parallel.launch import Rank, run_ranks

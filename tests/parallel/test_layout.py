@@ -13,7 +13,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from mcore_rl.config.model import ModelConfig, MoeConfig
 from mcore_rl.config.parallel import ParallelConfig, parse_layout
-from mcore_rl.errors import ConfigError
+from mcore_rl.ground.errors import ConfigError
 from mcore_rl.parallel.layout import (
     Layout,
     balanced_layers,

@@ -11,7 +11,15 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from mcore_rl.config.engine import Device
-from mcore_rl.errors import CheckpointError, ConfigError, McoreRLError, SyncError, Violation, WorkerError, error_named
+from mcore_rl.ground.errors import (
+    CheckpointError,
+    ConfigError,
+    McoreRLError,
+    SyncError,
+    Violation,
+    WorkerError,
+    error_named,
+)
 from mcore_rl.parallel.device import detect
 from mcore_rl.parallel.launch import Rank
 from mcore_rl.parallel.plain_objects import PlainUnpickler, refuse_foreign_objects

@@ -15,8 +15,8 @@ import pytest
 
 from mcore_rl.config.megatron_versions import megatron_version
 from mcore_rl.config.parallel import parse_layout
-from mcore_rl.errors import WorkerError
 from mcore_rl.families.registry import FAMILIES
+from mcore_rl.ground.errors import WorkerError
 from tests.house.source import ROOT
 from tests.support.bridge_cases import LIKE, LIMITS, MODELS, UNKNOWN, VERSIONS, WORLD_SIZE, layouts
 from tests.support.bridges import Case, adaptations, asked, known, write_checkpoint

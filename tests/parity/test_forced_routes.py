@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from mcore_rl.config.engine import Device
+from mcore_rl.ground.types import LossInputs, LossSums, TrainBatch
 from mcore_rl.parallel.device import detect
 from mcore_rl.parallel.groups import destroy_groups
 from mcore_rl.parallel.launch import Rank
 from mcore_rl.training.engine import Engine
-from mcore_rl.types import LossInputs, LossSums, TrainBatch
 from tests.invariance.problems import MODELS
 from tests.support import batches, hf_reference
 from tests.support.engine_parity import FLOAT32, Found, build_engine, gradients_of, joined, loss_inputs

@@ -26,13 +26,13 @@ from mcore_rl.config.role import Head
 from mcore_rl.families.config_json import read_config
 from mcore_rl.families.registry import model_of
 from mcore_rl.families.towers import PICTURES
+from mcore_rl.ground.types import TrainBatch
 from mcore_rl.parallel.groups import ProcessGroups
 from mcore_rl.parallel.launch import Rank
 from mcore_rl.training.checkpoint import load_megatron, save_megatron
 from mcore_rl.training.engine import Engine
 from mcore_rl.training.heads import ValueHead
 from mcore_rl.training.sequences import Deepstack
-from mcore_rl.types import TrainBatch
 from mcore_rl.weights.adapter_table import AdapterTable
 from mcore_rl.weights.table import Table
 from tests.support import batches, engines, picture_models

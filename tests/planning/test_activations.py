@@ -14,11 +14,11 @@ from mcore_rl.config.parallel import ParallelConfig, parse_layout
 from mcore_rl.config.role import Head
 from mcore_rl.families.flops import patch_width
 from mcore_rl.families.registry import model_of
+from mcore_rl.ground.types import Denominators, Picture, TrainBatch
 from mcore_rl.parallel.launch import Rank
 from mcore_rl.planning.activations import Kernels, head_bytes, kernels_of, layer_bytes, tower_bytes
 from mcore_rl.planning.training import RolePlan, Work
 from mcore_rl.training.vision import build_tower, features_of, set_trained
-from mcore_rl.types import Denominators, Picture, TrainBatch
 from tests.support import batches, engines, models, picture_models
 from tests.support.forked import run_ranks
 

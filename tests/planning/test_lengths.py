@@ -10,8 +10,8 @@ from statistics import NormalDist, fmean
 import pytest
 
 from mcore_rl.config.data import DataConfig
-from mcore_rl.errors import ConfigError
 from mcore_rl.families.registry import model_of
+from mcore_rl.ground.errors import ConfigError
 from mcore_rl.planning.lengths import SIGMA, Lognormal, Recorded, RowPictures, recorded_lengths, row_pictures
 from mcore_rl.tracking.samples import write_samples
 from tests.support import picture_models

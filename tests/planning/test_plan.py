@@ -15,8 +15,8 @@ from mcore_rl.config.rollout import UPDATE_BUCKET_BYTES
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.sft import SftConfig
 from mcore_rl.config.trainer import Placement
-from mcore_rl.errors import ConfigError
 from mcore_rl.families.registry import model_of
+from mcore_rl.ground.errors import ConfigError
 from mcore_rl.planning.lengths import mean_lengths
 from mcore_rl.planning.overheads import (
     COLLECTIVE_BYTES,

@@ -14,7 +14,7 @@ from mcore_rl.config.compose import compose
 from mcore_rl.config.launch import load_cluster, load_recipe
 from mcore_rl.config.placement import with_replicas
 from mcore_rl.config.run import RunConfig
-from mcore_rl.errors import ConfigError
+from mcore_rl.ground.errors import ConfigError
 from mcore_rl.planning.distillation import PRODUCT_ROWS
 from mcore_rl.planning.plan import Phase, Place, plan
 from mcore_rl.planning.recipes import other_models, recipe_model, run_model

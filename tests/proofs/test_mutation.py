@@ -10,10 +10,10 @@ from dataclasses import replace
 
 import pytest
 
-from mcore_rl.errors import WeightMapError
 from mcore_rl.families.registry import FAMILIES, model_of
 from mcore_rl.families.rules import Axis, Rule, Stage, hf
 from mcore_rl.families.towers import PICTURES
+from mcore_rl.ground.errors import WeightMapError
 from mcore_rl.proofs import mutation, statements
 from mcore_rl.proofs.mutation import (
     UNJUDGED,

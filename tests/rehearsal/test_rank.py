@@ -21,9 +21,10 @@ from mcore_rl.config.model import ModelConfig, MoeConfig
 from mcore_rl.config.parallel import ParallelConfig, parse_layout
 from mcore_rl.config.role import Head
 from mcore_rl.config.roles import AdaptedConfig
-from mcore_rl.errors import ConfigError
 from mcore_rl.families.flops import visible_pairs
 from mcore_rl.families.registry import model_of
+from mcore_rl.ground.errors import ConfigError
+from mcore_rl.ground.types import Denominators, LossInputs, LossSums, TrainBatch
 from mcore_rl.parallel.launch import Rank
 from mcore_rl.parallel.layout import Layout
 from mcore_rl.planning.training import lora_of
@@ -44,7 +45,6 @@ from mcore_rl.rehearsal.rank import (
 )
 from mcore_rl.training.attention_kernels import takes_groups, varlen_attn
 from mcore_rl.training.distillation import Teacher
-from mcore_rl.types import Denominators, LossInputs, LossSums, TrainBatch
 from tests.support import batches, engines, models, picture_models
 from tests.support.adapters import adapter_table
 from tests.support.forked import run_ranks

@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from mcore_rl.errors import ConfigError
+from mcore_rl.ground.errors import ConfigError
 from mcore_rl.reports.prompts import load_tokenizer, read_prompts
 
 WORDS = {word: number for number, word in enumerate(("?", "user", "assistant", "two", "and", "three", "five"))}

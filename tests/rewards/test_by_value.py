@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from mcore_rl.config.reward import Completions, CustomRewardFunction, RewardConfig
-from mcore_rl.errors import ConfigError
+from mcore_rl.ground.errors import ConfigError
 from mcore_rl.rewards.by_value import FOLDERS, MAX_BYTES, functions_file, names_of
 from mcore_rl.rewards.score import RewardRequest
 from mcore_rl.rewards.scorer import Scorer

@@ -11,7 +11,7 @@ import numpy
 import pytest
 
 from mcore_rl.config.reward import CustomRewardFunction, RewardConfig, custom_violations
-from mcore_rl.errors import ConfigError
+from mcore_rl.ground.errors import ConfigError
 from mcore_rl.rewards.custom import as_score, load_custom, weighted_sum
 from mcore_rl.rewards.score import NotANumberError, RewardRequest, Score
 

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from mcore_rl.errors import DataError
+from mcore_rl.ground.errors import DataError
 from mcore_rl.rewards.ground_truths import check_ground_truths
 
 READ = [

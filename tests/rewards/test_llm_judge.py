@@ -14,7 +14,7 @@ import pytest
 
 from mcore_rl.config.judge import RUBRIC, JudgeConfig
 from mcore_rl.config.reward import OverlongConfig, RewardConfig
-from mcore_rl.errors import ConfigError
+from mcore_rl.ground.errors import ConfigError
 from mcore_rl.rewards import judge_client
 from mcore_rl.rewards.judgements import Judgement
 from mcore_rl.rewards.llm_judge import Judge, JudgeCostError, rendered, score_in

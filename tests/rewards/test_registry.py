@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mcore_rl.errors import ConfigError
+from mcore_rl.ground.errors import ConfigError
 from mcore_rl.rewards.arithmetic import grade_arithmetic
 from mcore_rl.rewards.code import grade_code
 from mcore_rl.rewards.geo3k import grade_geo3k

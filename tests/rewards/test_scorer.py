@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from mcore_rl.config.reward import CodeConfig, CustomRewardFunction, RewardConfig
-from mcore_rl.errors import ConfigError
+from mcore_rl.ground.errors import ConfigError
 from mcore_rl.rewards import scorer as scorer_module
 from mcore_rl.rewards.confinement import ConfinementError
 from mcore_rl.rewards.score import RewardRequest, Score

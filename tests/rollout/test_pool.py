@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator, Sequence
 import numpy as np
 import pytest
 
-from mcore_rl.episodes import VersionSpan
-from mcore_rl.errors import DeadEngineError, RolloutError, WeightsIncompleteError
+from mcore_rl.ground.errors import DeadEngineError, RolloutError, WeightsIncompleteError
+from mcore_rl.rollout.episodes import VersionSpan
 from mcore_rl.rollout.pool import EnginePool
 from mcore_rl.rollout.protocol import EngineMemory, FinishReason, Pause, Prompt, Request, Sample, Sampling, requests_of
 

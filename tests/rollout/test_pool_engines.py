@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from transformers import PreTrainedModel
 
-from mcore_rl.errors import DeadEngineError
+from mcore_rl.ground.errors import DeadEngineError
 from mcore_rl.rollout.pool import EnginePool
 from mcore_rl.rollout.protocol import FinishReason, Prompt, Request, Sample, Sampling, requests_of
 from mcore_rl.rollout.vllm.engine.environment import usable_cores

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from mcore_rl.errors import DeadEngineError
+from mcore_rl.ground.errors import DeadEngineError
 from mcore_rl.rollout.pool import EnginePool
 from mcore_rl.rollout.protocol import Sample
 from tests.rollout.test_pool import FEW, TICK_S, Updated, drawn, pool_that_goes_on, whole

@@ -15,9 +15,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from mcore_rl.episodes import FinishReason
-from mcore_rl.errors import DeadEngineError
+from mcore_rl.ground.errors import DeadEngineError
 from mcore_rl.rollout import pool
+from mcore_rl.rollout.episodes import FinishReason
 from mcore_rl.rollout.pool import PATIENCE, STAYS, EngineLoad, EnginePool, PrefixHits, _Homes, _Waiter
 from mcore_rl.rollout.protocol import Prompt, Request, Sample, Sampling, aborted
 from tests.support.virtual_time import run_virtually

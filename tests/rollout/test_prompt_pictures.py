@@ -22,7 +22,7 @@ from mcore_rl.data.media.pixels import patches_of_file
 from mcore_rl.data.media.prompts import PictureReader
 from mcore_rl.data.media.sizes import Sizing
 from mcore_rl.data.prompts import PromptSet
-from mcore_rl.errors import DataError
+from mcore_rl.ground.errors import DataError
 from mcore_rl.rollout.prompt_pictures import PictureShelf, SeeingSource
 from mcore_rl.rollout.protocol import Prompt, Request, Sample, Sampling, requests_of
 from tests.support.chat_styles import style

@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from mcore_rl.errors import RolloutError
+from mcore_rl.ground.errors import RolloutError
 from mcore_rl.rollout.protocol import (
     FinishReason,
     Prompt,

@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from mcore_rl.arrays import RoutesArray
-from mcore_rl.errors import RolloutError
+from mcore_rl.ground.arrays import RoutesArray
+from mcore_rl.ground.errors import RolloutError
 from mcore_rl.rollout.protocol import Prompt, Request
 from mcore_rl.rollout.routes import checked_routes, continued
 from tests.support import models

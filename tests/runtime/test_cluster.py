@@ -19,7 +19,7 @@ import pytest
 import ray
 
 from mcore_rl.config.trainer import RayInitConfig
-from mcore_rl.errors import ConfigError, WorkerError
+from mcore_rl.ground.errors import ConfigError, WorkerError
 from mcore_rl.runtime import cluster
 from mcore_rl.runtime.cluster import ray_cluster, this_host
 from tests.support.outsider import as_another_user

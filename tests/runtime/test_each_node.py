@@ -11,7 +11,7 @@ import ray
 from ray.cluster_utils import Cluster
 
 from mcore_rl.config.engine import Device
-from mcore_rl.errors import ConfigError, WorkerError
+from mcore_rl.ground.errors import ConfigError, WorkerError
 from mcore_rl.parallel.device import detect
 from mcore_rl.parallel.secret_store import SecretStore, StoreAccess
 from mcore_rl.runtime import each_node

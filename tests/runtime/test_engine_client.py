@@ -25,7 +25,7 @@ from mcore_rl.config.trainer import WatchdogConfig
 from mcore_rl.data.media.pixels import patches_of_file
 from mcore_rl.data.media.placed import Grid, ImageRef, Placed
 from mcore_rl.data.media.sizes import Sizing
-from mcore_rl.errors import DataError, DeadEngineError, RolloutError
+from mcore_rl.ground.errors import DataError, DeadEngineError, RolloutError
 from mcore_rl.rollout.protocol import Prompt, PromptPicture, Request, Sample, Sampling, Statistics
 from mcore_rl.rollout.served import Served
 from mcore_rl.rollout.vllm.engine.engine_node import ONE_NODE, EngineNode

@@ -16,7 +16,7 @@ import pytest
 import ray
 
 from mcore_rl.config.trainer import WatchdogConfig
-from mcore_rl.errors import DeadEngineError
+from mcore_rl.ground.errors import DeadEngineError
 from mcore_rl.rollout.protocol import Sample, Sampling, requests_of
 from mcore_rl.rollout.vllm.engine.process_group import group_of
 from mcore_rl.runtime.engine_client import EngineClient, PartSpec

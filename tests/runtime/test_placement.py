@@ -16,7 +16,7 @@ from ray.util import placement_group_table
 from mcore_rl.config.engine import Device
 from mcore_rl.config.rollout import RolloutLayout
 from mcore_rl.config.trainer import Placement, TrainerConfig
-from mcore_rl.errors import ConfigError
+from mcore_rl.ground.errors import ConfigError
 from mcore_rl.parallel.device import Platform, detect
 from mcore_rl.runtime import placement
 from mcore_rl.runtime.placement import Bundle, EngineBundles, place, placement_violations

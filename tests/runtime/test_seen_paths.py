@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import ray
 
-from mcore_rl.errors import ConfigError
+from mcore_rl.ground.errors import ConfigError
 from mcore_rl.runtime import seen_paths
 
 COMMIT = "0" * 40

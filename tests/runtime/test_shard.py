@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from mcore_rl.ground.types import Picture, SequenceScores, TrainBatch
 from mcore_rl.runtime.shard import Portion, Shard, shards_of
 from mcore_rl.runtime.shared_batch import SharedBatch
-from mcore_rl.types import Picture, SequenceScores, TrainBatch
 
 
 def whole() -> TrainBatch:

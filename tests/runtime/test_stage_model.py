@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.errors import ConfigError
+from mcore_rl.ground.errors import ConfigError
 from mcore_rl.runtime import stage_model
 from mcore_rl.runtime.stage_model import main, stage
 

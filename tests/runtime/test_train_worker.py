@@ -11,12 +11,12 @@ import pytest
 
 from mcore_rl.config.engine import Device, EngineConfig
 from mcore_rl.config.parallel import ParallelConfig
+from mcore_rl.ground.types import LossInputs, LossSums
 from mcore_rl.parallel.device import detect
 from mcore_rl.runtime.shard import WorkerInput
 from mcore_rl.runtime.train_worker import TrainWorker
 from mcore_rl.runtime.worker_values import RoleSpec
 from mcore_rl.training.offload import OffloadPart
-from mcore_rl.types import LossInputs, LossSums
 
 CPU = detect(Device.cpu)
 SPEC = RoleSpec(

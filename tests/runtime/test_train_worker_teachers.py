@@ -27,12 +27,12 @@ from mcore_rl.config.role import Head
 from mcore_rl.config.role_table import TEACHER_HIDDEN, TEACHER_SCORED
 from mcore_rl.config.roles import snapshot_of
 from mcore_rl.controller.step.updates import assignments
+from mcore_rl.ground.types import TAUGHT_BY, StepResult, TrainBatch
 from mcore_rl.parallel.launch import Rank
 from mcore_rl.runtime.shard import WorkerInput
 from mcore_rl.runtime.train_worker import TrainWorker
 from mcore_rl.runtime.worker_values import RoleSpec
 from mcore_rl.training.distillation import Teacher
-from mcore_rl.types import TAUGHT_BY, StepResult, TrainBatch
 from tests.support import batches, engines, full_weights, hf_reference, models
 from tests.support.forked import run_ranks
 from tests.support.settings import actor_config

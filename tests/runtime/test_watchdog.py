@@ -16,7 +16,7 @@ from torch.distributed import TCPStore
 
 from mcore_rl.config.parallel import parse_layout
 from mcore_rl.config.trainer import TrainerConfig, WatchdogConfig, trainer_violations
-from mcore_rl.errors import WorkerError
+from mcore_rl.ground.errors import WorkerError
 from mcore_rl.parallel.layout import Layout
 from mcore_rl.runtime.watchdog import SHOWN, Hung, Watchdog, summary
 from mcore_rl.runtime.worker_group import WorkerGroup

@@ -18,7 +18,8 @@ from torch.distributed import TCPStore
 
 from mcore_rl.config.parallel import parse_layout
 from mcore_rl.config.trainer import WatchdogConfig
-from mcore_rl.errors import ConfigError, WorkerError
+from mcore_rl.ground.errors import ConfigError, WorkerError
+from mcore_rl.ground.types import TrainBatch
 from mcore_rl.parallel.layout import Layout
 from mcore_rl.parallel.phase import SLOT_BYTES, write_slot
 from mcore_rl.runtime.answers import last_phase, phase_file, phase_since
@@ -27,7 +28,6 @@ from mcore_rl.runtime.shared_batch import SharedBatch
 from mcore_rl.runtime.train_worker import TrainWorker
 from mcore_rl.runtime.watchdog import Watchdog
 from mcore_rl.runtime.worker_group import WorkerGroup
-from mcore_rl.types import TrainBatch
 from tests.support.answerers import VIOLATION, Talker
 from tests.support.run_task import still_alive
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore
 
-from mcore_rl.errors import ConfigError, DeadEngineError, McoreRLError, RolloutError, Violation
+from mcore_rl.ground.errors import ConfigError, DeadEngineError, McoreRLError, RolloutError, Violation
 from mcore_rl.parallel.phase import phase
 from mcore_rl.rollout.protocol import (
     EngineMemory,

@@ -15,9 +15,9 @@ from mcore_rl.config.algorithm import CorrectionLevel, OffPolicy, RolloutCorrect
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.preference import ROWS, PreferenceConfig, PreferenceLoss
 from mcore_rl.config.reward_training import RewardLoss, RewardLossConfig
+from mcore_rl.ground.types import Denominators, LossInputs, LossSums, TokenScores, TrainBatch
 from mcore_rl.training.distillation import Teacher
 from mcore_rl.training.model import padded_vocab_size
-from mcore_rl.types import Denominators, LossInputs, LossSums, TokenScores, TrainBatch
 from tests.support.settings import algorithm_config
 
 LENGTHS = (13, 2, 29, 7, 1, 18, 23, 5, 11, 16)

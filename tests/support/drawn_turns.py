@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from mcore_rl.data.prompts import PromptRow
-from mcore_rl.episodes import FinishReason, VersionSpan
+from mcore_rl.rollout.episodes import FinishReason, VersionSpan
 from mcore_rl.rollout.protocol import Request, Sample, Sampling
 
 

@@ -14,13 +14,13 @@ from torch import Tensor
 
 from mcore_rl.config.engine import Device, LayerSpec, OptimizerConfig, Precision
 from mcore_rl.config.parallel import ParallelConfig
+from mcore_rl.ground.types import LossInputs, TrainBatch
 from mcore_rl.parallel.device import Platform, detect, device_of
 from mcore_rl.parallel.groups import ProcessGroups, destroy_groups, init_groups
 from mcore_rl.parallel.launch import Rank
 from mcore_rl.parallel.layout import Layout
 from mcore_rl.training.engine import Engine
 from mcore_rl.training.layers import transformer_engine_lacks
-from mcore_rl.types import LossInputs, TrainBatch
 from tests.invariance.problems import MODELS, Case, Problem
 from tests.support import batches, full_weights, hf_reference
 from tests.support.engine_runs import engine_config

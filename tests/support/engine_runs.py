@@ -28,6 +28,7 @@ from mcore_rl.config.lora import LoraConfig
 from mcore_rl.config.parallel import ParallelConfig, parse_layout
 from mcore_rl.config.role import Head
 from mcore_rl.data.pairs import units_of
+from mcore_rl.ground.types import Denominators, TokenScores, TrainBatch
 from mcore_rl.parallel.device import Platform, detect, device_of
 from mcore_rl.parallel.groups import ProcessGroups, destroy_groups, init_groups
 from mcore_rl.parallel.launch import Rank
@@ -37,7 +38,6 @@ from mcore_rl.training import engine as engine_module
 from mcore_rl.training.engine import Engine, Loss
 from mcore_rl.training.microbatch import rows_per_context_rank
 from mcore_rl.training.offload import Offload, OffloadPart
-from mcore_rl.types import Denominators, TokenScores, TrainBatch
 from tests.invariance.problems import MODELS, Case, Problem
 from tests.support import adapters, batches, full_weights, hf_reference, picture_models
 from tests.support.full_weights import Weights

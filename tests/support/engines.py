@@ -13,12 +13,12 @@ from mcore_rl.config.engine import Device, EngineConfig, LayerSpec, OptimizerCon
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.parallel import parse_layout
 from mcore_rl.config.role import Head
+from mcore_rl.ground.types import TrainBatch
 from mcore_rl.parallel.device import Platform, detect, device_of
 from mcore_rl.parallel.groups import ProcessGroups, destroy_groups, init_groups
 from mcore_rl.parallel.launch import Rank
 from mcore_rl.parallel.layout import Layout
 from mcore_rl.training.engine import Engine
-from mcore_rl.types import TrainBatch
 from mcore_rl.weights.adapter_table import AdapterTable
 
 CPU = detect(Device.cpu)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from mcore_rl.algorithms.policy import ActorLoss
-from mcore_rl.types import LossInputs, LossSums
+from mcore_rl.ground.types import LossInputs, LossSums
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from mcore_rl.algorithms.role_loss import RoleLoss
 from mcore_rl.config.role import Every, ExponentialAverage, Role
 from mcore_rl.config.role_table import ROLES
 from mcore_rl.config.roles import FrozenModelConfig, TrainedConfig, TrainedModelConfig
-from mcore_rl.types import LossInputs, LossSums
+from mcore_rl.ground.types import LossInputs, LossSums
 
 EACH = "--each"  # commands come as json, and are run one after the other
 DECAY, EVERY = 0.5, 2

@@ -21,8 +21,8 @@ from mcore_rl.config.model import ModelConfig, VisionConfig
 from mcore_rl.data.media.batch import positions_3T, with_pictures
 from mcore_rl.data.media.placed import Grid, ImageRef, Placed
 from mcore_rl.families.registry import model_of
+from mcore_rl.ground.types import LossInputs, LossSums, Picture, TrainBatch
 from mcore_rl.training.vision import build_tower
-from mcore_rl.types import LossInputs, LossSums, Picture, TrainBatch
 from tests.support import batches, text_parts
 
 ARCHITECTURES = {

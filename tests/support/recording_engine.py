@@ -18,13 +18,13 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-from mcore_rl.arrays import RoutesArray
 from mcore_rl.config.rollout import RolloutConfig
 from mcore_rl.controller.lifecycle import preparation, start_processes
 from mcore_rl.controller.lifecycle.resending_pool import ResendingPool
 from mcore_rl.controller.programs import start
 from mcore_rl.families.config_json import read_config
 from mcore_rl.families.registry import model_of
+from mcore_rl.ground.arrays import RoutesArray
 from mcore_rl.reports.transformers_scorer import _Choices
 from mcore_rl.rollout.protocol import Request, Sample, Sampling
 from mcore_rl.rollout.served import Served

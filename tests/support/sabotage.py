@@ -10,12 +10,12 @@ import torch.distributed as dist
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
+from mcore_rl.ground.types import LossInputs
 from mcore_rl.training.engine import Engine
 from mcore_rl.training.latent_attention import ReplicatedLinear
 from mcore_rl.training.microbatch import Microbatch
 from mcore_rl.training.router import RoutedMicrobatch
 from mcore_rl.training.sequences import PackedSequences, row_positions
-from mcore_rl.types import LossInputs
 
 
 def _unsummed_norms(engine: Engine) -> None:

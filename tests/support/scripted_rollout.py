@@ -10,8 +10,8 @@ from dataclasses import replace
 import numpy as np
 
 from mcore_rl.data.prompts import PromptRow
-from mcore_rl.episodes import AgentCounts, Author, Episode, FinishReason, Segment, VersionSpan, prompt_segment
 from mcore_rl.rewards.score import RewardRequest, Score
+from mcore_rl.rollout.episodes import AgentCounts, Author, Episode, FinishReason, Segment, VersionSpan, prompt_segment
 from mcore_rl.rollout.protocol import Request, Sample, Sampling
 from mcore_rl.rollout.single_turn import single_turn
 

@@ -18,8 +18,8 @@ from mcore_rl.config.algorithm import AlgorithmConfig
 from mcore_rl.config.algorithm_object import Estimator, Scope
 from mcore_rl.config.algorithms.distill import DISTILL
 from mcore_rl.config.stages import TOKEN_REWARDS, TOKENS, OnRanks, Pass
-from mcore_rl.episodes import Episode
-from mcore_rl.types import TrainBatch
+from mcore_rl.ground.types import TrainBatch
+from mcore_rl.rollout.episodes import Episode
 
 
 @dataclass(kw_only=True)

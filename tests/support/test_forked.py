@@ -22,7 +22,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
-from mcore_rl.errors import WorkerError
+from mcore_rl.ground.errors import WorkerError
 from mcore_rl.parallel import cpu, launch
 from mcore_rl.parallel.launch import Rank
 from mcore_rl.rollout.vllm.engine import process

@@ -11,8 +11,8 @@ from itertools import groupby
 
 import numpy as np
 
-from mcore_rl.episodes import FinishReason, VersionSpan
-from mcore_rl.errors import DeadEngineError, WeightsIncompleteError
+from mcore_rl.ground.errors import DeadEngineError, WeightsIncompleteError
+from mcore_rl.rollout.episodes import FinishReason, VersionSpan
 from mcore_rl.rollout.protocol import Pause, Request, Sample, Sampling, seed_of
 
 Ends = Callable[[Request, int, random.Random], bool]

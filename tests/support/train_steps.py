@@ -18,12 +18,12 @@ from mcore_rl.config.engine import Device, EngineConfig, LayerSpec, OptimizerCon
 from mcore_rl.config.model import ModelConfig, MoeConfig
 from mcore_rl.config.parallel import ParallelConfig
 from mcore_rl.families.flops import matmul_parameters
+from mcore_rl.ground.types import Denominators, LossInputs, LossSums, TrainBatch
 from mcore_rl.parallel.device import Platform, detect, device_of, memory, reset_peak_memory, synchronize
 from mcore_rl.parallel.groups import destroy_groups, init_groups
 from mcore_rl.parallel.launch import Rank
 from mcore_rl.parallel.layout import Layout
 from mcore_rl.training.engine import Engine
-from mcore_rl.types import Denominators, LossInputs, LossSums, TrainBatch
 from tests.support import models
 
 WARM_UP, STEPS = 2, 6

@@ -11,7 +11,7 @@ from mcore_rl.config.trainer import Placement
 from mcore_rl.controller.lifecycle.device_sharing import DeviceSharing
 from mcore_rl.controller.lifecycle.fault_tolerance import EngineRestarter
 from mcore_rl.controller.lifecycle.weight_sync import WeightSync
-from mcore_rl.errors import DeadEngineError
+from mcore_rl.ground.errors import DeadEngineError
 from mcore_rl.rollout.protocol import EngineMemory, Pause
 from mcore_rl.training.offload import OffloadPart
 

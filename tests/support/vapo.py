@@ -20,7 +20,7 @@ from mcore_rl.config.algorithm_object import PolicyLoss
 from mcore_rl.config.algorithms.ppo import GAE, PPO
 from mcore_rl.config.bounds import NonNegativeFloat, PositiveFloat
 from mcore_rl.config.clipping import PpoClipConfig
-from mcore_rl.types import LossInputs
+from mcore_rl.ground.types import LossInputs
 
 
 @dataclass(kw_only=True)

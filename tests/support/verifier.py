@@ -25,7 +25,7 @@ from mcore_rl.config.bounds import PositiveFloat
 from mcore_rl.config.role import Role
 from mcore_rl.config.roles import LossAggregation, TrainedModelConfig
 from mcore_rl.config.stages import OUTCOME, TOKEN_REWARDS, OnRanks, StepStage
-from mcore_rl.types import LossInputs, LossSums, TrainBatch
+from mcore_rl.ground.types import LossInputs, LossSums, TrainBatch
 
 
 @dataclass(kw_only=True)

@@ -14,7 +14,7 @@ import torch
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from mcore_rl.config.engine import Device
-from mcore_rl.errors import SyncError
+from mcore_rl.ground.errors import SyncError
 from mcore_rl.parallel.device import detect
 from mcore_rl.sync import device_handle
 from mcore_rl.sync.device_handle import DeviceMemory, ordinal_place, with_own_ordinal

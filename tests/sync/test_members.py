@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from mcore_rl.errors import SyncError
+from mcore_rl.ground.errors import SyncError
 from mcore_rl.parallel.launch import HOST
 from mcore_rl.parallel.secret_store import StoreAccess, StoreServer
 from mcore_rl.rollout.weight_channel import Opening

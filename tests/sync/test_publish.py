@@ -16,8 +16,8 @@ from mcore_rl.checkpoints.hf_directory import HfCheckpoint
 from mcore_rl.checkpoints.load import load_hf
 from mcore_rl.config.parallel import parse_layout
 from mcore_rl.config.rollout import Quantization, parse_rollout_layout
-from mcore_rl.errors import SyncError
 from mcore_rl.families.registry import FAMILIES
+from mcore_rl.ground.errors import SyncError
 from mcore_rl.parallel.secret_store import StoreAccess
 from mcore_rl.sync.check import expected_weights
 from mcore_rl.sync.members import Address

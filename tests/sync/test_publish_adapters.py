@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM
 from mcore_rl.config.lora import LoraConfig, PublishedLora
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.rollout import parse_rollout_layout
-from mcore_rl.errors import SyncError
 from mcore_rl.families.registry import FAMILIES
+from mcore_rl.ground.errors import SyncError
 from mcore_rl.rollout.protocol import Prompt, Request, Sample, Sampling
 from mcore_rl.rollout.vllm.engine.process import EngineProcess
 from mcore_rl.sync.update import WeightUpdater

@@ -20,8 +20,8 @@ from torch import Tensor
 from mcore_rl.config.engine import Device
 from mcore_rl.config.parallel import parse_layout
 from mcore_rl.config.rollout import parse_rollout_layout
-from mcore_rl.errors import SyncError
 from mcore_rl.families.registry import FAMILIES
+from mcore_rl.ground.errors import SyncError
 from mcore_rl.parallel.device import detect
 from mcore_rl.parallel.launch import HOST
 from mcore_rl.parallel.secret_store import StoreServer

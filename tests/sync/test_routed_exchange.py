@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.distributed import HashStore, distributed_c10d
 
-from mcore_rl.errors import SyncError
+from mcore_rl.ground.errors import SyncError
 from mcore_rl.parallel.device_details import UNWATCHED
 from mcore_rl.sync import routed
 from mcore_rl.sync.routed import Exchange

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mcore_rl.errors import SyncError
+from mcore_rl.ground.errors import SyncError
 from mcore_rl.parallel.launch import HOST
 from mcore_rl.parallel.secret_store import StoreServer
 from mcore_rl.sync.members import Address

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from mcore_rl.config.engine import Precision
 from mcore_rl.config.rollout import parse_rollout_layout
-from mcore_rl.errors import SyncError
+from mcore_rl.ground.errors import SyncError
 from mcore_rl.rollout.pool import EnginePool
 from mcore_rl.rollout.protocol import Pause, Prompt, Request, Sampling, VersionSpan, requests_of
 from mcore_rl.rollout.vllm.engine.process import EngineProcess

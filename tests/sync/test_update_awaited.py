@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from mcore_rl.config.rollout import parse_rollout_layout
-from mcore_rl.errors import RolloutError
+from mcore_rl.ground.errors import RolloutError
 from mcore_rl.rollout.vllm.engine.process import EngineProcess
 from mcore_rl.sync.update import WeightUpdater
 from tests.support import sync_cases

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from mcore_rl.config.rollout import RolloutLayout
-from mcore_rl.errors import DeadWorkerError, McoreRLError, SyncError
+from mcore_rl.ground.errors import DeadWorkerError, McoreRLError, SyncError
 from mcore_rl.sync.update import WeightUpdater
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from mcore_rl.config.rollout import Quantization, parse_rollout_layout
-from mcore_rl.errors import SyncError
+from mcore_rl.ground.errors import SyncError
 from mcore_rl.rollout.protocol import Request
 from mcore_rl.rollout.vllm.engine.process import EngineProcess
 from mcore_rl.sync.update import WeightUpdater

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from mcore_rl.errors import ConfigError, RunDirectoryError
+from mcore_rl.ground.errors import ConfigError, RunDirectoryError
 from mcore_rl.tracking import engine_requests
 from mcore_rl.tracking.engine_requests import EngineAnswer, EngineMailbox, EngineRequest, EngineRow, ask
 from mcore_rl.tracking.run_owner import OWNER, RunOwner, read_owner

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.errors import ConfigError
+from mcore_rl.ground.errors import ConfigError
 from mcore_rl.tracking.journal import journal, journal_of
 
 WORK = {"settings": {"seed": 1}}

@@ -19,7 +19,7 @@ import pytest
 
 from mcore_rl.cli import main
 from mcore_rl.data.sampler import PromptSampler
-from mcore_rl.errors import ConfigError
+from mcore_rl.ground.errors import ConfigError
 from mcore_rl.tracking.ledger import audit
 from mcore_rl.tracking.schedule import (
     SCHEDULE,

@@ -19,7 +19,7 @@ from rich.console import Console
 from wandb.proto.wandb_internal_pb2 import Record
 
 from mcore_rl.config.trainer import Logger, TrainerConfig
-from mcore_rl.errors import ConfigError
+from mcore_rl.ground.errors import ConfigError
 from mcore_rl.tracking import loggers
 from mcore_rl.tracking.sinks import Tracker
 

@@ -18,7 +18,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from mcore_rl.config.trainer import PrometheusConfig, TrainerConfig
-from mcore_rl.errors import ConfigError
+from mcore_rl.ground.errors import ConfigError
 from mcore_rl.tracking import prometheus_sink
 from mcore_rl.tracking.metrics import METRICS
 from mcore_rl.tracking.prometheus_sink import exposed_metrics, exposed_name

@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from mcore_rl.errors import ConfigError
+from mcore_rl.ground.errors import ConfigError
 from mcore_rl.tracking.report_server import LivePage, ReportServer
 from tests.house.source import ROOT
 from tests.support.browser import browser, needs_chromium

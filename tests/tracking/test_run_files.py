@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.errors import ConfigError
+from mcore_rl.ground.errors import ConfigError
 from mcore_rl.tracking.run_files import read_run
 from mcore_rl.tracking.samples import write_samples
 from tests.tracking.recorded_run import record

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.errors import ConfigError, RunDirectoryError
+from mcore_rl.ground.errors import ConfigError, RunDirectoryError
 from mcore_rl.tracking import run_owner
 from mcore_rl.tracking.run_owner import OWNER, Owner, RunOwner, demand_free, read_owner
 

@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from mcore_rl.config.trainer import Logger, TrainerConfig
-from mcore_rl.errors import ConfigError
+from mcore_rl.ground.errors import ConfigError
 from mcore_rl.tracking import sinks
 from mcore_rl.tracking.jsonl import read_metrics
 from mcore_rl.tracking.loggers import LOGGERS, LoggerRow, Sink

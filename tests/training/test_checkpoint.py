@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from mcore_rl.checkpoints.convert import HF, to_hf, to_megatron
 from mcore_rl.config.parallel import parse_layout
 from mcore_rl.config.role import Head
-from mcore_rl.errors import CheckpointError
+from mcore_rl.ground.errors import CheckpointError
 from mcore_rl.parallel.launch import Rank
 from mcore_rl.parallel.plain_objects import data_classes
 from mcore_rl.training.checkpoint import EXCHANGED, _PlainWriter, load_megatron, save_megatron

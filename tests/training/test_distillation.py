@@ -26,10 +26,10 @@ from mcore_rl.config.parallel import parse_layout
 from mcore_rl.config.role import Head
 from mcore_rl.families.config_json import read_config
 from mcore_rl.families.registry import model_of
+from mcore_rl.ground.types import StepResult, TrainBatch
 from mcore_rl.parallel.groups import ProcessGroups
 from mcore_rl.parallel.launch import Rank
 from mcore_rl.training.distillation import Teacher
-from mcore_rl.types import StepResult, TrainBatch
 from mcore_rl.weights.table import Table
 from tests.support import batches, engines, full_weights, hf_reference, models
 from tests.support.forked import run_ranks

@@ -25,7 +25,8 @@ from mcore_rl.config.engine import (
 )
 from mcore_rl.config.model import ModelConfig, TowerKind, VisionConfig
 from mcore_rl.config.parallel import parse_layout
-from mcore_rl.errors import ConfigError, Violation, WorkerError
+from mcore_rl.ground.errors import ConfigError, Violation, WorkerError
+from mcore_rl.ground.types import LossInputs, LossSums, StepResult, TokenScores, TrainBatch
 from mcore_rl.parallel.device import Platform
 from mcore_rl.parallel.groups import ProcessGroups
 from mcore_rl.parallel.launch import Rank
@@ -33,7 +34,6 @@ from mcore_rl.parallel.layout import Layout
 from mcore_rl.training import layers
 from mcore_rl.training.engine import Engine
 from mcore_rl.training.layers import resolve_layer_spec, transformer_engine_problem
-from mcore_rl.types import LossInputs, LossSums, StepResult, TokenScores, TrainBatch
 from tests.support import batches, engines, models
 from tests.support.forked import run_ranks
 

@@ -15,12 +15,12 @@ from torch import Tensor
 from mcore_rl.algorithms.policy import policy_loss
 from mcore_rl.config.engine import OptimizerConfig
 from mcore_rl.controller.step.batch_assembly import assemble
-from mcore_rl.episodes import Author
+from mcore_rl.ground.types import StepResult, TrainBatch
 from mcore_rl.parallel.groups import ProcessGroups
 from mcore_rl.parallel.launch import Rank
 from mcore_rl.rewards.score import Score
+from mcore_rl.rollout.episodes import Author
 from mcore_rl.training.engine import Engine
-from mcore_rl.types import StepResult, TrainBatch
 from tests.support import batches, engines, models
 from tests.support.forked import run_ranks
 from tests.support.scripted_rollout import answered, conversation, turn

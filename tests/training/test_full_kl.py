@@ -17,10 +17,10 @@ from torch import Tensor
 from mcore_rl.algorithms.policy import policy_loss
 from mcore_rl.config.algorithm import KlPenalty
 from mcore_rl.config.model import ModelConfig
+from mcore_rl.ground.types import StepResult, TrainBatch
 from mcore_rl.parallel.launch import Rank
 from mcore_rl.training.full_kl import full_kl
 from mcore_rl.training.logprobs import token_logprobs
-from mcore_rl.types import StepResult, TrainBatch
 from tests.support import batches, engines, full_weights, hf_reference, models
 from tests.support.forked import run_ranks
 from tests.support.settings import actor_config

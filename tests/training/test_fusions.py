@@ -24,6 +24,7 @@ from mcore_rl.config.engine import (
 )
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.parallel import parse_layout
+from mcore_rl.ground.types import LossInputs, LossSums
 from mcore_rl.parallel import weight_gradient
 from mcore_rl.parallel.groups import ProcessGroups
 from mcore_rl.parallel.launch import Rank
@@ -32,7 +33,6 @@ from mcore_rl.training import engine as engine_module
 from mcore_rl.training import fusions as fusions_module
 from mcore_rl.training.fusions import PERMUTE_KERNELS, UNFUSED, Fusions, resolve_fusions, share_buffers
 from mcore_rl.training.model import transformer_config
-from mcore_rl.types import LossInputs, LossSums
 from tests.support import batches, engines, models
 from tests.support.forked import run_ranks
 from tests.support.full_weights import Weights

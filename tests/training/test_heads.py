@@ -15,12 +15,12 @@ from torch import Tensor
 from mcore_rl.config.engine import OptimizerConfig, Precision
 from mcore_rl.config.parallel import parse_layout
 from mcore_rl.config.role import Head
+from mcore_rl.ground.types import LossInputs, LossSums, TokenScores, TrainBatch
 from mcore_rl.parallel.groups import ProcessGroups
 from mcore_rl.parallel.launch import Rank
 from mcore_rl.parallel.layout import Layout
 from mcore_rl.training.engine import Engine
 from mcore_rl.training.heads import ValueHead
-from mcore_rl.types import LossInputs, LossSums, TokenScores, TrainBatch
 from tests.support import batches, engines, models
 from tests.support.forked import run_ranks
 

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from mcore_rl.config.engine import Device, EngineConfig, LayerSpec, Precision
 from mcore_rl.config.parallel import parse_layout
 from mcore_rl.config.role import Head
-from mcore_rl.errors import ConfigError
 from mcore_rl.families.registry import model_of
+from mcore_rl.ground.errors import ConfigError
 from mcore_rl.parallel.device import detect, device_of
 from mcore_rl.parallel.groups import destroy_groups, init_groups
 from mcore_rl.parallel.layout import Layout

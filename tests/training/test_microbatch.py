@@ -11,12 +11,12 @@ import torch.distributed as dist
 
 from mcore_rl.config.engine import Dispatcher, MoeTrainConfig
 from mcore_rl.config.parallel import parse_layout
-from mcore_rl.errors import ConfigError
+from mcore_rl.ground.errors import ConfigError
+from mcore_rl.ground.types import TokenScores, TrainBatch
 from mcore_rl.parallel.groups import ProcessGroups
 from mcore_rl.parallel.launch import Rank
 from mcore_rl.parallel.layout import Layout
 from mcore_rl.training.microbatch import NOWHERE, Microbatch, build_microbatches
-from mcore_rl.types import TokenScores, TrainBatch
 from tests.support import batches, engines, models
 from tests.support.forked import run_ranks
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from mcore_rl.config.model import TowerKind, VisionConfig
-from mcore_rl.errors import ConfigError
+from mcore_rl.ground.errors import ConfigError
+from mcore_rl.ground.types import TrainBatch
 from mcore_rl.training.microbatch import NOWHERE, build_microbatches
-from mcore_rl.types import TrainBatch
 from tests.support import picture_models
 from tests.training.test_microbatch import alone, cut, ranks_of
 

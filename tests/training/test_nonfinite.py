@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from mcore_rl.config.engine import OptimizerConfig, Schedule
-from mcore_rl.errors import NonFiniteError
+from mcore_rl.ground.errors import NonFiniteError
+from mcore_rl.ground.types import LossInputs, LossSums, StepResult
 from mcore_rl.parallel.device import memory, reset_peak_memory
 from mcore_rl.parallel.groups import ProcessGroups
 from mcore_rl.parallel.launch import Rank
 from mcore_rl.training.engine import Engine, Loss
 from mcore_rl.training.nonfinite import FiniteWatch, NonFiniteTensor
-from mcore_rl.types import LossInputs, LossSums, StepResult
 from tests.support import batches, engines, models
 from tests.support.forked import run_ranks
 

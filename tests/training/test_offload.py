@@ -18,12 +18,12 @@ from torch import Tensor
 
 from mcore_rl.config.engine import OptimizerConfig, Precision
 from mcore_rl.config.model import ModelConfig, MoeConfig
+from mcore_rl.ground.types import StepResult, TokenScores, TrainBatch
 from mcore_rl.parallel.device import memory
 from mcore_rl.parallel.groups import ProcessGroups
 from mcore_rl.parallel.launch import Rank
 from mcore_rl.training.engine import Engine
 from mcore_rl.training.offload import InHost, Offload, OffloadPart
-from mcore_rl.types import StepResult, TokenScores, TrainBatch
 from tests.support import batches, engines, models
 from tests.support.forked import run_ranks
 from tests.support.late_copies import LateCopies

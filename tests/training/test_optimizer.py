@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from mcore_rl.config.engine import OptimizerConfig, Precision, Schedule
+from mcore_rl.ground.types import StepResult
 from mcore_rl.parallel.groups import ProcessGroups
 from mcore_rl.parallel.launch import Rank
 from mcore_rl.training.engine import Engine
 from mcore_rl.training.optimizer import learning_rate
-from mcore_rl.types import StepResult
 from tests.support import batches, engines, models
 from tests.support.forked import run_ranks
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from mcore_rl.families.registry import model_of
+from mcore_rl.ground.types import Picture
 from mcore_rl.training.engine import Engine
 from mcore_rl.training.pictures import share_out
-from mcore_rl.types import Picture
 from tests.support import picture_models
 
 

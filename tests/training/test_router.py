@@ -15,11 +15,11 @@ from megatron.core.transformer.moe.router_replay import RouterReplay
 from torch import Tensor
 
 from mcore_rl.config.engine import AuxLoss, EngineConfig, MoeTrainConfig, OptimizerConfig, Recompute
+from mcore_rl.ground.types import LossInputs, LossSums, TrainBatch
 from mcore_rl.parallel.groups import ProcessGroups
 from mcore_rl.parallel.launch import Rank
 from mcore_rl.training.engine import Engine
 from mcore_rl.training.router import Router, routers_of
-from mcore_rl.types import LossInputs, LossSums, TrainBatch
 from tests.support import batches, engines, models
 from tests.support.forked import run_ranks
 

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from mcore_rl.config.engine import EngineConfig, OptimizerConfig, Recompute
 from mcore_rl.config.parallel import parse_layout
+from mcore_rl.ground.types import TokenScores, TrainBatch
 from mcore_rl.parallel.launch import Rank
 from mcore_rl.parallel.layout import Layout
 from mcore_rl.training.engine import Engine
-from mcore_rl.types import TokenScores, TrainBatch
 from tests.support import batches, engines, full_weights, hf_reference, models
 from tests.support.forked import run_ranks
 from tests.support.full_weights import Weights

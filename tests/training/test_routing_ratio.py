@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from mcore_rl.config.engine import OptimizerConfig, Precision
+from mcore_rl.ground.types import LossInputs, LossSums, TrainBatch
 from mcore_rl.parallel.launch import Rank
 from mcore_rl.training.engine import Engine
-from mcore_rl.types import LossInputs, LossSums, TrainBatch
 from tests.support import batches, engines, full_weights, hf_reference, models
 from tests.support.forked import run_ranks
 from tests.support.full_weights import Weights

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mcore_rl.checkpoints.rank_state import state_file
 from mcore_rl.config.megatron_versions import MEGATRON_VERSIONS
-from mcore_rl.errors import CheckpointError
+from mcore_rl.ground.errors import CheckpointError
 from mcore_rl.parallel.groups import ProcessGroups
 from mcore_rl.parallel.launch import Rank
 from mcore_rl.training.engine import Engine

@@ -12,13 +12,13 @@ from torch import Tensor
 from mcore_rl.config.engine import Device, Precision
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.role import Every, ExponentialAverage, Never
+from mcore_rl.ground.types import StepResult, TokenScores, TrainBatch
 from mcore_rl.parallel.device import detect
 from mcore_rl.parallel.groups import ProcessGroups
 from mcore_rl.parallel.launch import Rank
 from mcore_rl.training.engine import Engine
 from mcore_rl.training.offload import OffloadPart
 from mcore_rl.training.snapshots import Snapshots
-from mcore_rl.types import StepResult, TokenScores, TrainBatch
 from tests.support import batches, engines, models
 from tests.support.forked import run_ranks
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from mcore_rl.config.role import Head
+from mcore_rl.ground.types import LossInputs
 from mcore_rl.training.microbatch import NOWHERE, Microbatch
 from mcore_rl.training.step_outputs import TokenOutputs, keep_scores
-from mcore_rl.types import LossInputs
 
 TARGETS = torch.tensor([2, NOWHERE, 0])  # of three rows in a batch of four tokens
 

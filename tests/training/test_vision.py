@@ -10,9 +10,9 @@ from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 
 from mcore_rl.families.registry import model_of
 from mcore_rl.families.towers import PICTURES
+from mcore_rl.ground.types import Picture
 from mcore_rl.training.muon import CutMatrix
 from mcore_rl.training.vision import block_numbers, build_tower, features_of, set_trained
-from mcore_rl.types import Picture
 from tests.support import picture_models
 
 CPU = torch.device("cpu")

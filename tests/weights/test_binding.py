@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mcore_rl.errors import WeightMapError
+from mcore_rl.ground.errors import WeightMapError
 from mcore_rl.weights.binding import bind_states
 from mcore_rl.weights.table import Table
 from tests.support import checkpoints

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from mcore_rl.config.rollout import parse_rollout_layout
-from mcore_rl.errors import ConfigError
 from mcore_rl.families.registry import FAMILIES
+from mcore_rl.ground.errors import ConfigError
 from mcore_rl.weights.rollout_table import RolloutTable
 from tests.support import models
 

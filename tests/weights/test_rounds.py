@@ -14,12 +14,12 @@ import pytest
 import yaml
 
 from benchmarks.rounds import sites_of
-from mcore_rl.arrays import Int64Array
 from mcore_rl.config.launch import load_recipe
 from mcore_rl.config.parallel import parse_layout
 from mcore_rl.config.rollout import parse_rollout_layout
 from mcore_rl.config.run import RunConfig
 from mcore_rl.families.registry import FAMILIES, model_of
+from mcore_rl.ground.arrays import Int64Array
 from mcore_rl.planning.recipes import recipe_config_json
 from mcore_rl.proofs.tracer import Tracer, direct_tensors, index, reduced_config
 from mcore_rl.weights.messages import MessagePart

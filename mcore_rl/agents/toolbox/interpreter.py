@@ -18,7 +18,7 @@ from typing import Any
 from mcore_rl.agents.tools import TOOLS_KEY, EpisodeTool, ToolResult, ToolSchema, schema_of_texts
 from mcore_rl.config.agent import AgentConfig
 from mcore_rl.config.reward import CodeConfig
-from mcore_rl.errors import ConfigError, Violation
+from mcore_rl.ground.errors import ConfigError, Violation
 from mcore_rl.rewards.code import WEAK, program_of
 from mcore_rl.rewards.confinement import ConfinementError, Ending, run_confined, weaknesses
 

@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 from mcore_rl.agents.tools import TOOLS_KEY, EpisodeTool, ToolResult, ToolSchema, schema_of_texts
 from mcore_rl.config.agent import AgentConfig
 from mcore_rl.config.reward import CodeConfig
-from mcore_rl.errors import ConfigError, Violation, pip_line
+from mcore_rl.ground.errors import ConfigError, Violation, pip_line
 
 SCHEMA = schema_of_texts(
     "search", "Searches the documents for words, and returns those that fit best.", query="Words to search for"

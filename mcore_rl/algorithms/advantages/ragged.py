@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from mcore_rl.types import SentAsArrays
+from mcore_rl.ground.types import SentAsArrays
 
 _SIDE_BY_SIDE = 1024  # sequences padded together; bounds the padding for one long response, fewer would be slower
 

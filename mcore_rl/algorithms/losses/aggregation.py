@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mcore_rl.algorithms.losses.token_losses import masked_sum
 from mcore_rl.config.roles import LossAggregation
-from mcore_rl.types import LossInputs
+from mcore_rl.ground.types import LossInputs
 
 
 def sum_token_losses(loss_N: Tensor, inputs: LossInputs, mode: LossAggregation) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mcore_rl.algorithms.losses.token_losses import TokenLosses, above, below, clip_metrics, log_ratios
 from mcore_rl.config.clipping import ClippedConfig
-from mcore_rl.types import LossInputs
+from mcore_rl.ground.types import LossInputs
 
 
 def cispo(inputs: LossInputs, config: ClippedConfig) -> TokenLosses:

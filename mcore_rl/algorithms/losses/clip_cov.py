@@ -8,7 +8,7 @@ from torch import Tensor
 from mcore_rl.algorithms.losses.ppo_clip import clipped_surrogate
 from mcore_rl.algorithms.losses.token_losses import TokenLosses, log_ratios, masked_sum
 from mcore_rl.config.algorithms.clip_cov import ClipCovConfig
-from mcore_rl.types import LossInputs
+from mcore_rl.ground.types import LossInputs
 
 
 def clip_cov(inputs: LossInputs, config: ClipCovConfig) -> TokenLosses:

@@ -6,7 +6,7 @@ import torch
 
 from mcore_rl.algorithms.losses.token_losses import MAX_LOG_RATIO, ROUNDING, TokenLosses, clip_metrics, log_ratios
 from mcore_rl.config.clipping import ClippedConfig
-from mcore_rl.types import LossInputs
+from mcore_rl.ground.types import LossInputs
 
 
 def geo_mean(inputs: LossInputs, config: ClippedConfig) -> TokenLosses:

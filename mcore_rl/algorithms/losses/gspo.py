@@ -5,7 +5,7 @@ from __future__ import annotations
 from mcore_rl.algorithms.losses.ppo_clip import clipped_surrogate
 from mcore_rl.algorithms.losses.token_losses import MAX_LOG_RATIO, TokenLosses, log_ratios
 from mcore_rl.config.clipping import ClippedConfig
-from mcore_rl.types import LossInputs
+from mcore_rl.ground.types import LossInputs
 
 
 def gspo(inputs: LossInputs, config: ClippedConfig) -> TokenLosses:

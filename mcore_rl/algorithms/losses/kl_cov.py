@@ -7,7 +7,7 @@ from torch import Tensor
 
 from mcore_rl.algorithms.losses.token_losses import TokenLosses, log_ratios, masked_sum
 from mcore_rl.config.algorithms.kl_cov import KlCovConfig
-from mcore_rl.types import LossInputs
+from mcore_rl.ground.types import LossInputs
 
 
 def kl_cov(inputs: LossInputs, config: KlCovConfig) -> TokenLosses:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mcore_rl.algorithms.losses.token_losses import TokenLosses
 from mcore_rl.config.roles import ActorConfig
-from mcore_rl.types import LossInputs
+from mcore_rl.ground.types import LossInputs
 
 
 def policy_gradient(inputs: LossInputs, config: ActorConfig) -> TokenLosses:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from mcore_rl.algorithms.losses.token_losses import TokenLosses, above, below, clip_metrics, log_ratios, masked_sum
 from mcore_rl.config.clipping import ClippedConfig, PpoClipConfig
-from mcore_rl.types import LossInputs
+from mcore_rl.ground.types import LossInputs
 
 
 def ppo_clip(inputs: LossInputs, config: PpoClipConfig) -> TokenLosses:

@@ -6,7 +6,7 @@ import torch
 
 from mcore_rl.algorithms.losses.token_losses import TokenLosses, log_ratios
 from mcore_rl.config.algorithms.sapo import SapoConfig
-from mcore_rl.types import LossInputs
+from mcore_rl.ground.types import LossInputs
 
 
 def sapo(inputs: LossInputs, config: SapoConfig) -> TokenLosses:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields, replace
 
 from torch import Tensor
 
-from mcore_rl.types import LossInputs
+from mcore_rl.ground.types import LossInputs
 
 MAX_LOG_RATIO = 20.0  # a ratio of 5e8: far outside every clip range, and no overflow in float32
 # Float32 log-probs of up to 32 nats are 2e-6 apart, and two passes over one token differ by a few of these.

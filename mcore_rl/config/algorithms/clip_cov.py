@@ -11,7 +11,7 @@ from mcore_rl.config.algorithms.grpo import GROUP_NORMALIZED
 from mcore_rl.config.bounds import PositiveShare
 from mcore_rl.config.clipping import ClippedConfig
 from mcore_rl.config.roles import LossAggregation
-from mcore_rl.errors import Violation
+from mcore_rl.ground.errors import Violation
 
 if TYPE_CHECKING:
     from mcore_rl.config.run import RunConfig

@@ -10,7 +10,7 @@ from mcore_rl.config.algorithm import AlgorithmConfig
 from mcore_rl.config.algorithm_object import Algorithm, Estimator, Scope, Sourced
 from mcore_rl.config.algorithms.ppo import PPO_CLIP
 from mcore_rl.config.roles import LossAggregation
-from mcore_rl.errors import Violation
+from mcore_rl.ground.errors import Violation
 
 if TYPE_CHECKING:
     from mcore_rl.config.run import RunConfig

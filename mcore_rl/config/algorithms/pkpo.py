@@ -11,7 +11,7 @@ from mcore_rl.config.algorithm_object import Algorithm, Estimator, Scope, Source
 from mcore_rl.config.algorithms.rloo import POLICY_GRADIENT
 from mcore_rl.config.bounds import Interval
 from mcore_rl.config.roles import LossAggregation
-from mcore_rl.errors import Violation
+from mcore_rl.ground.errors import Violation
 
 if TYPE_CHECKING:
     from mcore_rl.config.run import RunConfig

@@ -14,7 +14,7 @@ from mcore_rl.config.bounds import CrossCheck, NonNegativeFloat, PositiveFloat
 from mcore_rl.config.role import Role
 from mcore_rl.config.roles import LossAggregation, TrainedModelConfig
 from mcore_rl.config.stages import OUTCOME, OUTCOMES, TOKEN_REWARDS, OnController, OnRanks, StepStage
-from mcore_rl.errors import Violation
+from mcore_rl.ground.errors import Violation
 
 if TYPE_CHECKING:
     from mcore_rl.config.run import RunConfig

@@ -23,7 +23,7 @@ from mcore_rl.controller.lifecycle.device_sharing import DeviceSharing
 from mcore_rl.controller.lifecycle.engine_set import EngineSet, Member, layout_of
 from mcore_rl.controller.lifecycle.messages import note, warn
 from mcore_rl.controller.lifecycle.weight_sync import WeightSync
-from mcore_rl.errors import ConfigError, McoreRLError, Violation
+from mcore_rl.ground.errors import ConfigError, McoreRLError, Violation
 from mcore_rl.parallel.device import Platform
 from mcore_rl.planning.overheads import GIB
 from mcore_rl.rollout.pool import EngineLoad, EnginePool

@@ -20,7 +20,7 @@ from mcore_rl.controller.lifecycle.fixed_engines import FixedEngines
 from mcore_rl.controller.lifecycle.judge_engines import JudgeEngines
 from mcore_rl.controller.rollouts.kept_draws import KeptDraws
 from mcore_rl.controller.step.reward_model import RewardModel
-from mcore_rl.errors import DeadWorkerError
+from mcore_rl.ground.errors import DeadWorkerError
 from mcore_rl.rollout.pool import EnginePool
 from mcore_rl.runtime.engine_client import EngineClient
 from mcore_rl.runtime.placement import EngineBundles, Places, live_nodes

@@ -22,7 +22,7 @@ from mcore_rl.config.trainer import ResumeMode
 from mcore_rl.controller.lifecycle.messages import warn
 from mcore_rl.controller.lifecycle.run_checkpoints import complete_checkpoints, how_to_go_on
 from mcore_rl.controller.step.preemption import Preempted
-from mcore_rl.errors import DeadEngineError, DeadWorkerError
+from mcore_rl.ground.errors import DeadEngineError, DeadWorkerError
 from mcore_rl.runtime.engine_client import EngineClient
 from mcore_rl.tracking.messages import say
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from queue import Queue
 
 from mcore_rl.controller.lifecycle.run_checkpoints import Exported, exported
-from mcore_rl.errors import ConfigError
+from mcore_rl.ground.errors import ConfigError
 from mcore_rl.hub.push import MAIN, Target
 from mcore_rl.tracking.model_card import model_card
 

@@ -22,8 +22,7 @@ from mcore_rl.config.judge import JudgeConfig
 from mcore_rl.controller.lifecycle.fixed_engines import JUDGE, FixedEngines
 from mcore_rl.controller.lifecycle.resume_check import Sums
 from mcore_rl.data.tokenizer import load_tokenizer
-from mcore_rl.episodes import FinishReason
-from mcore_rl.errors import (
+from mcore_rl.ground.errors import (
     CheckpointError,
     ConfigError,
     DataError,
@@ -36,6 +35,7 @@ from mcore_rl.errors import (
 from mcore_rl.parallel.device import Platform
 from mcore_rl.rewards.judge_client import JudgeError
 from mcore_rl.rewards.judgements import Judgement, key_of
+from mcore_rl.rollout.episodes import FinishReason
 from mcore_rl.rollout.protocol import Prompt, Request, Sampling
 from mcore_rl.rollout.vllm.engine.admission import admit
 

@@ -22,8 +22,8 @@ from mcore_rl.controller.lifecycle.resume_check import JUDGES, Identity
 from mcore_rl.controller.rollouts.drawn_file import DrawnGroup
 from mcore_rl.controller.rollouts.kept_draws import FILE, KeptDraws, read_kept
 from mcore_rl.data.prompts import PromptRow, PromptSet
-from mcore_rl.episodes import VersionSpan
-from mcore_rl.errors import CheckpointError
+from mcore_rl.ground.errors import CheckpointError
+from mcore_rl.rollout.episodes import VersionSpan
 from mcore_rl.tracking.run_directory import plain
 
 # Of the group ``rollout``: what is drawn.  Its other keys say with what.

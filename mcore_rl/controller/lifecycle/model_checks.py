@@ -36,12 +36,12 @@ from mcore_rl.data.packing import budget_violations
 from mcore_rl.data.pairs import MEMBERS
 from mcore_rl.data.rows import named
 from mcore_rl.data.tokenizer import vocabulary_difference
-from mcore_rl.errors import CheckpointError, DataError, Violation
 from mcore_rl.families.config_changes import ConfigChanges
 from mcore_rl.families.config_json import read_config
 from mcore_rl.families.registry import model_of, unread_fields
 from mcore_rl.families.text_part import text_part_of
 from mcore_rl.families.towers import PICTURES
+from mcore_rl.ground.errors import CheckpointError, DataError, Violation
 from mcore_rl.parallel.context import padded_rows
 from mcore_rl.parallel.layout import Layout, layout_violations
 from mcore_rl.weights.adapter_table import AdapterTable, target_violations

@@ -63,10 +63,10 @@ from mcore_rl.data.rows import named
 from mcore_rl.data.sampler import PromptSampler
 from mcore_rl.data.tokenizer import end_tokens, load_tokenizer
 from mcore_rl.data.turns import Turns
-from mcore_rl.errors import ConfigError, Violation, refuse_if_any
 from mcore_rl.families.config_json import read_config
 from mcore_rl.families.registry import model_of
 from mcore_rl.families.same_architecture import architecture_violations
+from mcore_rl.ground.errors import ConfigError, Violation, refuse_if_any
 from mcore_rl.parallel.device import Platform
 from mcore_rl.rollout.prompt_pictures import PictureShelf
 from mcore_rl.rollout.vllm.engine.admission import admit, why_unrecorded

@@ -18,7 +18,7 @@ from mcore_rl.checkpoints.manifest import sum_text
 from mcore_rl.controller.lifecycle.messages import note
 from mcore_rl.controller.lifecycle.resume_check import RUN, UNIMPORTANT, Identity, flat_settings
 from mcore_rl.controller.rollouts.recording import RECORD, record_file
-from mcore_rl.errors import CheckpointError, ConfigError, Violation, refuse_if_any
+from mcore_rl.ground.errors import CheckpointError, ConfigError, Violation, refuse_if_any
 from mcore_rl.tracking.schedule import SCHEDULE, read_schedule
 
 KEY = "trainer.replay"

@@ -12,7 +12,7 @@ from contextlib import aclosing
 from mcore_rl.controller.lifecycle.device_sharing import DeviceSharing
 from mcore_rl.controller.lifecycle.fault_tolerance import EngineRestarter
 from mcore_rl.controller.lifecycle.weight_sync import WeightSync
-from mcore_rl.errors import DeadEngineError
+from mcore_rl.ground.errors import DeadEngineError
 from mcore_rl.rollout.pool import EnginePool
 from mcore_rl.rollout.protocol import Request, Sample, Sampling
 

@@ -27,11 +27,11 @@ from mcore_rl.config.role_groups import POLICY
 from mcore_rl.config.trainer import ResumeMode
 from mcore_rl.controller.lifecycle.messages import note
 from mcore_rl.data.media.placed import Placed
-from mcore_rl.errors import CheckpointError, Violation, refuse_if_any
 from mcore_rl.families.config_json import read_config
+from mcore_rl.ground.errors import CheckpointError, Violation, refuse_if_any
+from mcore_rl.ground.json_text import read_json
+from mcore_rl.ground.secrets import redact_settings
 from mcore_rl.hub.names import with_names
-from mcore_rl.json_text import read_json
-from mcore_rl.secrets import redact_settings
 from mcore_rl.tracking.run_directory import plain
 
 Sums = dict[str, str]  # name of a file -> its length and checksum

@@ -18,8 +18,8 @@ from typing import Any
 from mcore_rl.checkpoints.manifest import MANIFEST, FileSum, damage, write_manifest
 from mcore_rl.checkpoints.new_directory import wait_for_disk
 from mcore_rl.config.trainer import ResumeMode, TrainerConfig
-from mcore_rl.errors import CheckpointError, ConfigError, Violation
-from mcore_rl.json_text import read_json
+from mcore_rl.ground.errors import CheckpointError, ConfigError, Violation
+from mcore_rl.ground.json_text import read_json
 from mcore_rl.runtime.train_group import TrainGroup
 from mcore_rl.tracking.atomic import replaced
 from mcore_rl.tracking.run_directory import set_aside

@@ -19,7 +19,7 @@ from mcore_rl.config.trainer import TrainerConfig
 from mcore_rl.controller.lifecycle import run_checkpoints
 from mcore_rl.controller.lifecycle.messages import note
 from mcore_rl.controller.lifecycle.run_checkpoints import Progress
-from mcore_rl.errors import CheckpointError, McoreRLError
+from mcore_rl.ground.errors import CheckpointError, McoreRLError
 from mcore_rl.runtime.train_group import TrainGroup
 
 FIRST_LOOK_S, LOOK_S = 0.02, 1.0  # the first, and the longest, pause between questions whether workers have written

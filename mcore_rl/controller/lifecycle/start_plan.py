@@ -14,12 +14,12 @@ from mcore_rl.config.offline import OfflineConfig
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.trainer import TrainerConfig
 from mcore_rl.controller.lifecycle.messages import note, warn
+from mcore_rl.ground.secrets import redact
 from mcore_rl.parallel.device import Platform, have_transformer_engine, num_cores
 from mcore_rl.planning.overheads import GIB, device_rates
 from mcore_rl.planning.plan import Plan, plan
 from mcore_rl.planning.search import refusal
 from mcore_rl.planning.tables import plan_values, short_line
-from mcore_rl.secrets import redact
 from mcore_rl.tracking.atomic import replaced
 
 PLAN = "plan.json"

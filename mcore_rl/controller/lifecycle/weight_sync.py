@@ -14,7 +14,7 @@ from mcore_rl.config.run import RunConfig
 from mcore_rl.controller.lifecycle.engine_set import EngineSet
 from mcore_rl.controller.lifecycle.fault_tolerance import EngineRestarter
 from mcore_rl.controller.lifecycle.messages import warn
-from mcore_rl.errors import DeadEngineError, SyncError, WeightMapError
+from mcore_rl.ground.errors import DeadEngineError, SyncError, WeightMapError
 from mcore_rl.parallel.device import Platform
 from mcore_rl.parallel.secret_store import StoreAccess
 from mcore_rl.rollout.pool import EnginePool

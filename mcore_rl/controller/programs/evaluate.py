@@ -28,7 +28,7 @@ from mcore_rl.controller.lifecycle.judging import check_judge, opened_judge, ope
 from mcore_rl.controller.lifecycle.messages import outcome
 from mcore_rl.data.responses import ResponseRow, ResponseSet, agent_summary, agents_line, write_pairs
 from mcore_rl.data.rows import MESSAGES, named
-from mcore_rl.errors import Violation, refuse_if_any
+from mcore_rl.ground.errors import Violation, refuse_if_any
 from mcore_rl.rewards.estimates import CONFIDENCE, MeanEstimate, interval, majority_at_k, pass_at_k
 from mcore_rl.rewards.llm_judge import Judge
 from mcore_rl.rewards.score import ERROR_KINDS, RewardRequest, Score

@@ -36,11 +36,11 @@ from mcore_rl.data.responses import (
     write_responses,
 )
 from mcore_rl.data.tokenizer import load_tokenizer
-from mcore_rl.episodes import ROLES, AgentCounts, Episode, prompt_segment
-from mcore_rl.errors import DataError, Violation, refuse_if_any
 from mcore_rl.families.config_json import read_config
 from mcore_rl.families.registry import model_of
+from mcore_rl.ground.errors import DataError, Violation, refuse_if_any
 from mcore_rl.parallel.device import Platform, detect
+from mcore_rl.rollout.episodes import ROLES, AgentCounts, Episode, prompt_segment
 from mcore_rl.rollout.pool import EnginePool
 from mcore_rl.rollout.prompt_pictures import PictureShelf, SeeingSource
 from mcore_rl.rollout.protocol import Prompt, Request, SampleSource, Sampling, requests_of

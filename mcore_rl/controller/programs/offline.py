@@ -38,13 +38,13 @@ from mcore_rl.controller.training_run import Callback, TrainingRun, begin_record
 from mcore_rl.data.media.placed import Placed
 from mcore_rl.data.sampler import PromptSampler
 from mcore_rl.data.tokenizer import load_tokenizer
-from mcore_rl.errors import refuse_if_any
 from mcore_rl.families.config_json import read_config
 from mcore_rl.families.registry import model_of
+from mcore_rl.ground.errors import refuse_if_any
+from mcore_rl.ground.types import Picture, TrainBatch
 from mcore_rl.parallel.device import detect
 from mcore_rl.runtime.shared_batch import SharedBatch
 from mcore_rl.runtime.train_group import TrainGroup
-from mcore_rl.types import Picture, TrainBatch
 
 
 class RowSet(Protocol):

@@ -29,8 +29,8 @@ from mcore_rl.data.pairs import MEMBERS
 from mcore_rl.data.preferences import PreferenceSet, PreferredAnswers, RowForm
 from mcore_rl.data.tokenizer import end_tokens
 from mcore_rl.data.turns import Turns
+from mcore_rl.ground.types import SequenceScores, TrainBatch
 from mcore_rl.runtime.shared_batch import SharedBatch
-from mcore_rl.types import SequenceScores, TrainBatch
 
 SCORED_AT_ONCE = 512  # validation rows
 

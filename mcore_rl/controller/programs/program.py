@@ -20,7 +20,7 @@ from mcore_rl.controller.lifecycle.resume_check import note_differences
 from mcore_rl.controller.lifecycle.start_plan import doubts_of
 from mcore_rl.controller.step.preemption import REQUEUE, Preempted, Preemption
 from mcore_rl.controller.training_run import C, Callback, R
-from mcore_rl.errors import refuse_if_any
+from mcore_rl.ground.errors import refuse_if_any
 from mcore_rl.hub.push import target
 from mcore_rl.parallel.device import Platform
 from mcore_rl.planning.plan import Plan

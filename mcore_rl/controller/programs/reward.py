@@ -34,7 +34,7 @@ from mcore_rl.data.preferences import PreferredAnswers, RowForm
 from mcore_rl.data.scored_answers import ScoredSet, encoder
 from mcore_rl.data.steps import LabelledSteps, StepSet
 from mcore_rl.families.config_json import read_config
-from mcore_rl.types import TrainBatch
+from mcore_rl.ground.types import TrainBatch
 
 SCORED_AT_ONCE = 512  # validation rows
 

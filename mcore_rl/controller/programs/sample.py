@@ -28,10 +28,10 @@ from mcore_rl.controller.programs.generate import draw, opened_pool, prepare_eng
 from mcore_rl.controller.step.rollout_collection import sampling_of
 from mcore_rl.data.prompts import PromptSet
 from mcore_rl.data.responses import LENGTH, Generated
-from mcore_rl.errors import DataError, refuse_if_any
 from mcore_rl.families.config_changes import ConfigChanges
 from mcore_rl.families.config_json import read_config
 from mcore_rl.families.registry import model_of
+from mcore_rl.ground.errors import DataError, refuse_if_any
 from mcore_rl.parallel.device import detect
 from mcore_rl.rollout.protocol import SampleSource
 from mcore_rl.tracking.messages import say

@@ -21,10 +21,10 @@ from mcore_rl.data.conversations import Conversation, ConversationSet
 from mcore_rl.data.media.batch import with_pictures
 from mcore_rl.data.media.prompts import picture_reader
 from mcore_rl.data.tokenizer import end_tokens
-from mcore_rl.errors import refuse_if_any
 from mcore_rl.families.config_json import read_config
 from mcore_rl.families.registry import model_of
-from mcore_rl.types import StepResult, TrainBatch
+from mcore_rl.ground.errors import refuse_if_any
+from mcore_rl.ground.types import StepResult, TrainBatch
 
 SCORED_AT_ONCE = 1024  # validation conversations
 SEEN_AT_ONCE = 128  # of those with pictures, whose pixels are in Ray's store meanwhile

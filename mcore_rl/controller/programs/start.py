@@ -41,7 +41,7 @@ from mcore_rl.controller.rollouts.rollout_source import Ahead
 from mcore_rl.controller.run import Run
 from mcore_rl.controller.step.rollout_collection import RolloutCollector
 from mcore_rl.controller.training_run import begin_records, open_directory
-from mcore_rl.errors import DeadEngineError, DeadWorkerError
+from mcore_rl.ground.errors import DeadEngineError, DeadWorkerError
 from mcore_rl.parallel.device import Platform, detect
 from mcore_rl.parallel.secret_store import StoreAccess, StoreServer
 from mcore_rl.planning.peaks import leaves_behind

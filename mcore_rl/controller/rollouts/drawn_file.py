@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 
 from mcore_rl.data.media.placed import Grid, ImageRef, Placed
 from mcore_rl.data.prompts import PromptRow
-from mcore_rl.episodes import AgentCounts, Author, Episode, FinishReason, Segment, VersionSpan
 from mcore_rl.rewards.score import Score
+from mcore_rl.rollout.episodes import AgentCounts, Author, Episode, FinishReason, Segment, VersionSpan
 from mcore_rl.rollout.protocol import Sample
 
 FORMAT = 1

@@ -13,7 +13,7 @@ from typing import Any
 
 from mcore_rl.controller.rollouts.drawn_file import DrawnFileError, DrawnGroup, RowOf, read_drawn, write_drawn
 from mcore_rl.controller.step.rollout_collection import DroppedGroup, RolloutBatch
-from mcore_rl.errors import CheckpointError
+from mcore_rl.ground.errors import CheckpointError
 
 FILE = "drawn.parquet"
 

@@ -19,8 +19,8 @@ from mcore_rl.controller.rollouts.kept_draws import KeptDraws, batch_facts, batc
 from mcore_rl.controller.step.preemption import Preemption
 from mcore_rl.controller.step.rollout_collection import RolloutBatch
 from mcore_rl.data.sampler import PromptSampler
-from mcore_rl.episodes import Episode
-from mcore_rl.errors import CheckpointError
+from mcore_rl.ground.errors import CheckpointError
+from mcore_rl.rollout.episodes import Episode
 from mcore_rl.tracking.atomic import replaced
 from mcore_rl.tracking.schedule import ScheduledDrop, ScheduledGroup, ScheduledStep
 

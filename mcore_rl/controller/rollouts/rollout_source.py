@@ -17,7 +17,7 @@ from mcore_rl.controller.step.preemption import Preempted, Preemption
 from mcore_rl.controller.step.rollout_collection import CollectProgress, RolloutBatch, RolloutCollector
 from mcore_rl.data.prompts import PromptRow
 from mcore_rl.data.sampler import PromptSampler
-from mcore_rl.errors import DeadEngineError
+from mcore_rl.ground.errors import DeadEngineError
 from mcore_rl.tracking.clock import Clock
 
 DRAWN_AHEAD = "next step"  # the name of such a draw in timeline.jsonl

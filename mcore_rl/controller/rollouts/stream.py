@@ -41,8 +41,8 @@ from mcore_rl.controller.step.rollout_collection import (
 )
 from mcore_rl.data.prompts import PromptRow
 from mcore_rl.data.sampler import PromptSampler
-from mcore_rl.episodes import Episode, FinishReason, VersionSpan
-from mcore_rl.errors import DeadEngineError, DeadWorkerError
+from mcore_rl.ground.errors import DeadEngineError, DeadWorkerError
+from mcore_rl.rollout.episodes import Episode, FinishReason, VersionSpan
 from mcore_rl.rollout.protocol import Pause, Request, Sample, SampleSource, Sampling
 from mcore_rl.tracking.clock import Clock
 

@@ -19,9 +19,9 @@ from mcore_rl.algorithms.step_batch import StepBatch
 from mcore_rl.algorithms.token_advantages import TEACHER_LOGPROBS, Outcomes, SequenceStats, estimate_tokens
 from mcore_rl.config.algorithm import AlgorithmConfig
 from mcore_rl.config.stages import TOKEN_REWARDS
+from mcore_rl.ground.types import TAUGHT_BY
 from mcore_rl.runtime.shared_batch import SharedBatch
 from mcore_rl.runtime.train_group import TrainGroup
-from mcore_rl.types import TAUGHT_BY
 
 FIELDS = (
     "tokens_T",

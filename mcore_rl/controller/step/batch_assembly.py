@@ -14,10 +14,10 @@ from mcore_rl.config.roles import Teachers
 from mcore_rl.config.stages import OUTCOME
 from mcore_rl.data.media.batch import with_pictures
 from mcore_rl.data.pairs import units_of
-from mcore_rl.episodes import Episode, Segment
-from mcore_rl.errors import Violation, refuse_if_any
+from mcore_rl.ground.errors import Violation, refuse_if_any
+from mcore_rl.ground.types import TAUGHT_BY, TrainBatch
 from mcore_rl.rewards.score import Score
-from mcore_rl.types import TAUGHT_BY, TrainBatch
+from mcore_rl.rollout.episodes import Episode, Segment
 
 
 def assemble(

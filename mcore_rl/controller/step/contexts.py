@@ -19,9 +19,9 @@ from mcore_rl.config.roles import RoleConfig
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.stages import Function, load_function
 from mcore_rl.data.chat_template import rendered
-from mcore_rl.episodes import Author, Episode, Segment
-from mcore_rl.errors import ConfigError, Violation
+from mcore_rl.ground.errors import ConfigError, Violation
 from mcore_rl.parallel.context import padded_rows
+from mcore_rl.rollout.episodes import Author, Episode, Segment
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,11 @@ from mcore_rl.algorithms.role_loss import RoleLoss
 from mcore_rl.config.role import Role
 from mcore_rl.controller.step.rollout_collection import RolloutBatch
 from mcore_rl.controller.step.updates import Updated
-from mcore_rl.episodes import Episode
-from mcore_rl.errors import Violation, refuse_if_any
+from mcore_rl.ground.errors import Violation, refuse_if_any
+from mcore_rl.ground.types import SequenceScores, TrainBatch
 from mcore_rl.parallel.device import Memory
+from mcore_rl.rollout.episodes import Episode
 from mcore_rl.tracking.metrics import is_metric
-from mcore_rl.types import SequenceScores, TrainBatch
 
 GIB = 2**30
 OTHER_REASON = "other"  # of loops of users' own: as many metrics as they can think of would be too many

@@ -23,9 +23,9 @@ from mcore_rl.algorithms.advantages.pairs import Pair
 from mcore_rl.config.algorithm import AlgorithmConfig
 from mcore_rl.config.algorithm_object import Estimator, Scope
 from mcore_rl.config.algorithm_registry import estimator
-from mcore_rl.episodes import Author, Episode, FinishReason, Segment, prompt_segment
+from mcore_rl.ground.types import NOT_DRAWN
 from mcore_rl.rewards.score import Score
-from mcore_rl.types import NOT_DRAWN
+from mcore_rl.rollout.episodes import Author, Episode, FinishReason, Segment, prompt_segment
 
 
 @dataclass(frozen=True)

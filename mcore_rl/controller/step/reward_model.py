@@ -24,8 +24,8 @@ from mcore_rl.data.chat_template import rendered
 from mcore_rl.data.prompts import truncated
 from mcore_rl.data.scored_answers import conversation_tokens
 from mcore_rl.data.tokenizer import load_tokenizer
-from mcore_rl.errors import ConfigError, DataError, Violation, refuse_if_any, violations_of
 from mcore_rl.families.config_json import read_config
+from mcore_rl.ground.errors import ConfigError, DataError, Violation, refuse_if_any, violations_of
 from mcore_rl.parallel.device import Platform
 from mcore_rl.rewards.score import RewardRequest, Score
 from mcore_rl.rewards.worker import grade

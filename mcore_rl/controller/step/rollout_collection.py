@@ -25,11 +25,11 @@ from mcore_rl.config.rollout import RolloutConfig, ValidationConfig
 from mcore_rl.config.run import RunConfig
 from mcore_rl.controller.step.reward_model import RewardModel
 from mcore_rl.data.prompts import PromptRow
-from mcore_rl.episodes import Episode, prompt_segment, reward_request
-from mcore_rl.errors import RolloutError
+from mcore_rl.ground.errors import RolloutError
 from mcore_rl.rewards.llm_judge import Judge
 from mcore_rl.rewards.score import Score
 from mcore_rl.rewards.scorer import Scorer
+from mcore_rl.rollout.episodes import Episode, prompt_segment, reward_request
 from mcore_rl.rollout.pool import PrefixHits
 from mcore_rl.rollout.prompt_pictures import PictureShelf, SeeingSource
 from mcore_rl.rollout.protocol import Prompt, SampleSource, Sampling, requests_of

@@ -19,8 +19,8 @@ from transformers import PreTrainedTokenizerBase
 
 from mcore_rl.data.media.images import decoded
 from mcore_rl.data.prompts import PromptSet
-from mcore_rl.episodes import Episode, Segment
-from mcore_rl.errors import DataError
+from mcore_rl.ground.errors import DataError
+from mcore_rl.rollout.episodes import Episode, Segment
 from mcore_rl.tracking.atomic import replaced
 from mcore_rl.tracking.samples import SIDE, thumbnail_file
 

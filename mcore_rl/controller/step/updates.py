@@ -33,12 +33,12 @@ from mcore_rl.controller.step.pixels import StepPictures
 from mcore_rl.data.balance import balance, imbalance
 from mcore_rl.data.pairs import placed_whole, units_of
 from mcore_rl.data.shared_prompts import Stem, dealt, loads, stems_of, within
+from mcore_rl.ground.types import HIDDEN, TAUGHT_BY, Denominators, SequenceScores, StepResult, TrainBatch
 from mcore_rl.parallel.device import Memory
 from mcore_rl.runtime.shard import shards_of
 from mcore_rl.runtime.shared_batch import SharedBatch
 from mcore_rl.runtime.train_group import TrainGroup
 from mcore_rl.runtime.worker_values import SequenceAdvantages
-from mcore_rl.types import HIDDEN, TAUGHT_BY, Denominators, SequenceScores, StepResult, TrainBatch
 
 # The fields from which the keys of selection are computed.
 SELECTION = (*TOKENS, "old_logprobs_T", "advantages_T", "teacher_advantages_T")

@@ -17,10 +17,10 @@ from mcore_rl.config.stages import Pass, StepStage
 from mcore_rl.config.trainer import TrainerConfig
 from mcore_rl.data.shared_prompts import Stem
 from mcore_rl.families.flops import forward_flops, tower_flops, train_flops
+from mcore_rl.ground.types import Picture
 from mcore_rl.parallel.device import Platform
 from mcore_rl.parallel.peak_flops import peak_tflops
 from mcore_rl.tracking.lanes import State, trainer_state
-from mcore_rl.types import Picture
 
 TERA = 1e12
 

@@ -8,7 +8,7 @@ from statistics import fmean
 
 from mcore_rl.controller.step.rollout_collection import CollectProgress, RolloutCollector
 from mcore_rl.data.prompts import PromptSet
-from mcore_rl.episodes import Episode
+from mcore_rl.rollout.episodes import Episode
 
 
 async def validate(

@@ -16,9 +16,9 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from mcore_rl.arrays import Int32Array
 from mcore_rl.data.media.placed import Placed
-from mcore_rl.types import Picture, TrainBatch
+from mcore_rl.ground.arrays import Int32Array
+from mcore_rl.ground.types import Picture, TrainBatch
 
 
 def positions_3T(length: int, media: Sequence[Placed]) -> Int32Array:

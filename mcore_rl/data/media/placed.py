@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from mcore_rl.arrays import Int32Array
+from mcore_rl.ground.arrays import Int32Array
 
 
 @dataclass(frozen=True)

@@ -36,9 +36,9 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from mcore_rl.config.rollout import RolloutLayout
-from mcore_rl.errors import RolloutError
 from mcore_rl.families.config_json import CONFIG, read_config
 from mcore_rl.families.text_part import text_part_of
+from mcore_rl.ground.errors import RolloutError
 from mcore_rl.proofs.effective_config import EffectiveConfig
 from mcore_rl.proofs.placement import NOTHING, Stored
 from mcore_rl.proofs.tracer import NumberedCheckpoint

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Generic, Protocol, TypedDict, TypeVar
 
-from mcore_rl.errors import SyncError
+from mcore_rl.ground.errors import SyncError
 from mcore_rl.proofs.differences import Differences
 from mcore_rl.proofs.effective_config import EffectiveConfig
 

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from mcore_rl.agents.toolbox.search import NOTHING, SCHEMA, CorpusSearch, read_corpus
-from mcore_rl.errors import ConfigError
+from mcore_rl.ground.errors import ConfigError
 from tests.support.awaited import awaited
 
 TEXTS = [

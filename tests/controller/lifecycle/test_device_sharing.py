@@ -9,7 +9,7 @@ import pytest
 
 from mcore_rl.config.trainer import Placement
 from mcore_rl.controller.lifecycle.device_sharing import DROP_WEIGHTS, KEEP_WEIGHTS, DeviceSharing
-from mcore_rl.errors import DeadEngineError
+from mcore_rl.ground.errors import DeadEngineError
 from mcore_rl.rollout.protocol import Pause
 from tests.support.turns import OFFLOADED, Judges, turns
 

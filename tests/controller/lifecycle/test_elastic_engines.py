@@ -15,7 +15,7 @@ from mcore_rl.config.trainer import Placement, TrainerConfig
 from mcore_rl.controller.lifecycle import elastic_engines
 from mcore_rl.controller.lifecycle.elastic_engines import ElasticEngines, Starting
 from mcore_rl.controller.lifecycle.engine_set import Member
-from mcore_rl.errors import ConfigError, DeadEngineError, DeadWorkerError, RolloutError
+from mcore_rl.ground.errors import ConfigError, DeadEngineError, DeadWorkerError, RolloutError
 from mcore_rl.parallel.device import detect
 from mcore_rl.runtime.placement import EngineBundles, Places
 from mcore_rl.runtime.start import Joining

@@ -14,7 +14,7 @@ from mcore_rl.config.trainer import Placement
 from mcore_rl.controller.lifecycle import engine_set, weight_sync
 from mcore_rl.controller.lifecycle.engine_set import EngineSet, Kept, LivingEngines, Member, layout_of
 from mcore_rl.controller.lifecycle.weight_sync import WeightSync
-from mcore_rl.errors import DeadWorkerError, SyncError
+from mcore_rl.ground.errors import DeadWorkerError, SyncError
 from mcore_rl.rollout.pool import EnginePool
 from tests.support.turns import Restarter
 

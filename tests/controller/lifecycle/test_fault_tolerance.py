@@ -12,7 +12,7 @@ from mcore_rl.config.run import RunConfig
 from mcore_rl.config.trainer import ResumeMode
 from mcore_rl.controller.lifecycle import fault_tolerance
 from mcore_rl.controller.lifecycle.fault_tolerance import EngineRestarter, RunRestarts
-from mcore_rl.errors import DeadEngineError, DeadWorkerError
+from mcore_rl.ground.errors import DeadEngineError, DeadWorkerError
 
 
 class Engine:

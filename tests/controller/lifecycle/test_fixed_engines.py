@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from mcore_rl.controller.lifecycle.fixed_engines import FixedEngines
-from mcore_rl.errors import DeadEngineError
+from mcore_rl.ground.errors import DeadEngineError
 
 
 class Scripted:

@@ -16,10 +16,10 @@ from mcore_rl.config.engine import Precision
 from mcore_rl.config.judge import JudgeConfig, JudgeEnginesConfig
 from mcore_rl.controller.lifecycle.fixed_engines import FixedEngines
 from mcore_rl.controller.lifecycle.judge_engines import JudgeEngines, prepare_judge
-from mcore_rl.episodes import FinishReason
-from mcore_rl.errors import ConfigError, DeadEngineError, RolloutError
+from mcore_rl.ground.errors import ConfigError, DeadEngineError, RolloutError
 from mcore_rl.parallel.device import detect
 from mcore_rl.rewards.judge_client import JudgeError
+from mcore_rl.rollout.episodes import FinishReason
 from mcore_rl.rollout.protocol import Request, Sample, Sampling
 from tests.support import prompt_files, served_judges
 from tests.support.vllm_device import VLLM_DEVICE

@@ -17,7 +17,7 @@ from mcore_rl.config.run import RunConfig
 from mcore_rl.controller.lifecycle.judging import FILE
 from mcore_rl.controller.programs.train import check_training, run_training
 from mcore_rl.controller.step.preemption import REQUEUE
-from mcore_rl.errors import ConfigError
+from mcore_rl.ground.errors import ConfigError
 from tests.support import reward_models
 from tests.support.judge_server import KEY, NAME, JudgeServer, Reply, serving
 from tests.support.run_task import descendants, nothing_left, overrides, write_task

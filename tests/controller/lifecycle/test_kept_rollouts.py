@@ -19,10 +19,10 @@ from mcore_rl.controller.rollouts.drawn_file import DrawnGroup
 from mcore_rl.controller.rollouts.kept_draws import FILE, KeptDraws
 from mcore_rl.controller.step.rollout_collection import RolloutBatch
 from mcore_rl.data.prompts import PromptSet
-from mcore_rl.episodes import prompt_segment
-from mcore_rl.errors import CheckpointError
+from mcore_rl.ground.errors import CheckpointError
 from mcore_rl.parallel.device import detect
 from mcore_rl.rewards.score import Score
+from mcore_rl.rollout.episodes import prompt_segment
 from mcore_rl.rollout.single_turn import single_turn
 from tests.support import prompt_files
 from tests.support.ahead_runs import APART

@@ -8,8 +8,8 @@ from typing import Any
 from mcore_rl.controller.lifecycle.kept_rollouts import with_progress
 from mcore_rl.controller.rollouts.drawn_file import DrawnGroup
 from mcore_rl.controller.rollouts.kept_draws import KeptDraws
-from mcore_rl.episodes import VersionSpan
 from mcore_rl.rewards.score import Score
+from mcore_rl.rollout.episodes import VersionSpan
 from tests.support.scripted_rollout import answered, row, sample
 
 

@@ -29,7 +29,7 @@ from mcore_rl.controller.lifecycle.model_checks import (
     vocabulary_violations,
 )
 from mcore_rl.data.media.placed import Grid, ImageRef, Placed
-from mcore_rl.errors import CheckpointError, Violation
+from mcore_rl.ground.errors import CheckpointError, Violation
 from tests.support import models, prompt_files, tiny_models
 from tests.support.settings import actor_config, algorithm_config, any_run
 

@@ -14,8 +14,8 @@ from mcore_rl.config.run import RunConfig
 from mcore_rl.config.trainer import PolicyModelConfig
 from mcore_rl.controller.lifecycle import model_checks
 from mcore_rl.controller.lifecycle.preparation import complete, prepare
-from mcore_rl.errors import ConfigError
 from mcore_rl.families.config_json import read_config
+from mcore_rl.ground.errors import ConfigError
 from mcore_rl.parallel.device import detect
 from mcore_rl.planning.recipes import run_model
 from tests.support import text_parts

@@ -24,7 +24,7 @@ from mcore_rl.controller.lifecycle.preparation import (
     with_absolute_adapters,
 )
 from mcore_rl.controller.lifecycle.run_checkpoints import Progress, begin, finish
-from mcore_rl.errors import ConfigError, McoreRLError
+from mcore_rl.ground.errors import ConfigError, McoreRLError
 from mcore_rl.parallel.device import detect
 from tests.e2e.test_roles import write_dense
 from tests.support import reward_models

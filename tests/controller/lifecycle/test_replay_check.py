@@ -17,7 +17,7 @@ from mcore_rl.controller.lifecycle.preparation import complete, weights_of_roles
 from mcore_rl.controller.lifecycle.replay_check import keep_identity, last_recorded, settings_sum
 from mcore_rl.controller.lifecycle.resume_check import Identity, flat_settings
 from mcore_rl.controller.rollouts.recording import record_file
-from mcore_rl.errors import ConfigError
+from mcore_rl.ground.errors import ConfigError
 from mcore_rl.parallel.device import detect
 from mcore_rl.tracking.schedule import SCHEDULE, ScheduledStep, ScheduleFile
 from tests.support.run_task import overrides, write_task

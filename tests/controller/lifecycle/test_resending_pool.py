@@ -12,7 +12,7 @@ import pytest
 from mcore_rl.config.trainer import Placement
 from mcore_rl.controller.lifecycle.device_sharing import DROP_WEIGHTS, DeviceSharing
 from mcore_rl.controller.lifecycle.resending_pool import QUIET_S, ResendingPool
-from mcore_rl.errors import DeadEngineError
+from mcore_rl.ground.errors import DeadEngineError
 from mcore_rl.rollout.protocol import Pause, Prompt, Request, Sampling
 from tests.support.turns import OFFLOADED, Turns, turns
 

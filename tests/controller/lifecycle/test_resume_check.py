@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from mcore_rl.controller.lifecycle import resume_check
 from mcore_rl.controller.lifecycle.resume_check import MAX_SUMS, RUN, Identity, note_differences, pictures_of
 from mcore_rl.data.media.placed import Grid, ImageRef, Placed
-from mcore_rl.errors import CheckpointError, ConfigError
+from mcore_rl.ground.errors import CheckpointError, ConfigError
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ from mcore_rl.controller.lifecycle.run_checkpoints import (
     set_aside_later,
     to_resume,
 )
-from mcore_rl.errors import CheckpointError, ConfigError
+from mcore_rl.ground.errors import CheckpointError, ConfigError
 
 RANK = "rank_00000.safetensors"
 CHANGES = 12  # of the file system, by a save and the removal of an old one

@@ -23,7 +23,7 @@ from mcore_rl.checkpoints.state_writer import Written
 from mcore_rl.config.trainer import TrainerConfig
 from mcore_rl.controller.lifecycle.run_checkpoints import Progress, complete_checkpoints, read_progress, to_resume
 from mcore_rl.controller.lifecycle.saving import Saver
-from mcore_rl.errors import CheckpointError, WorkerError
+from mcore_rl.ground.errors import CheckpointError, WorkerError
 from tests.support.skips import KERNEL
 
 SIZE = 100_000

@@ -13,8 +13,8 @@ from mcore_rl.config.run import RunConfig
 from mcore_rl.config.sft import SftConfig
 from mcore_rl.controller.lifecycle import start_plan
 from mcore_rl.controller.lifecycle.start_plan import cluster_at_hand, doubts_of, forecast, tell_plan, write_plan
-from mcore_rl.errors import ConfigError
 from mcore_rl.families.registry import model_of
+from mcore_rl.ground.errors import ConfigError
 from mcore_rl.parallel.device import detect
 from tests.support import models, published
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from mcore_rl.errors import DeadEngineError
+from mcore_rl.ground.errors import DeadEngineError
 from mcore_rl.rollout.protocol import Pause
 from tests.support.turns import turns
 

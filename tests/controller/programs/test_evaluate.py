@@ -24,7 +24,7 @@ from mcore_rl.config.evaluate import EvaluateConfig
 from mcore_rl.controller.programs.evaluate import default_k, request_of, run_evaluate, work_of
 from mcore_rl.data.preferences import PreferenceSet, RowForm
 from mcore_rl.data.responses import ResponseSet
-from mcore_rl.errors import ConfigError, DataError
+from mcore_rl.ground.errors import ConfigError, DataError
 from mcore_rl.rewards.score import RewardRequest, Score
 from mcore_rl.tracking.journal import journal, journal_of
 from tests.support.prompt_files import row, user, write

@@ -12,7 +12,7 @@ import pytest
 from mcore_rl.config.compose import compose
 from mcore_rl.config.evaluate import EvaluateConfig
 from mcore_rl.controller.programs.evaluate import check_evaluate, run_evaluate
-from mcore_rl.errors import ConfigError
+from mcore_rl.ground.errors import ConfigError
 from mcore_rl.rewards.llm_judge import JudgeCostError
 from tests.support.judge_server import JudgeServer, Reply, serving
 from tests.support.prompt_files import row, write

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 from mcore_rl.config.compose import compose
 from mcore_rl.config.evaluate import EvaluateConfig
 from mcore_rl.controller.programs.evaluate import run_evaluate
-from mcore_rl.errors import ConfigError
+from mcore_rl.ground.errors import ConfigError
 from tests.support import prompt_files, reward_models
 from tests.support.run_task import nothing_left
 from tests.support.vllm_device import ON_VLLM_DEVICE

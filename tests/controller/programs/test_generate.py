@@ -31,9 +31,9 @@ from mcore_rl.controller.programs.evaluate import run_evaluate
 from mcore_rl.controller.programs.generate import draw, generated, logs_beside, prepare, run_generate
 from mcore_rl.data.prompts import PromptSet
 from mcore_rl.data.responses import AgentRecord, Generated, write_responses
-from mcore_rl.episodes import Author, FinishReason
-from mcore_rl.errors import McoreRLError
+from mcore_rl.ground.errors import McoreRLError
 from mcore_rl.parallel.device import detect
+from mcore_rl.rollout.episodes import Author, FinishReason
 from mcore_rl.rollout.protocol import Request, Sample, Sampling
 from mcore_rl.tracking.journal import journal, journal_of
 from tests.support.chat_styles import style

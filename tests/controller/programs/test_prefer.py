@@ -23,7 +23,7 @@ from mcore_rl.controller.programs.prefer import PREFER, mismatched, with_answer_
 from mcore_rl.data.arithmetic import Split, generate
 from mcore_rl.data.conversations import Conversation
 from mcore_rl.data.preferences import PreferredAnswers
-from mcore_rl.errors import ConfigError, McoreRLError
+from mcore_rl.ground.errors import ConfigError, McoreRLError
 from tests.support import prompt_files
 from tests.support.run_task import nothing_left, write_task
 

@@ -30,7 +30,7 @@ from mcore_rl.controller.lifecycle.start_plan import forecast
 from mcore_rl.controller.programs import program, sft, train
 from mcore_rl.controller.step.preemption import REQUEUE
 from mcore_rl.controller.training_run import TrainingRun, every_step
-from mcore_rl.errors import AlarmError, ConfigError, RunDirectoryError
+from mcore_rl.ground.errors import AlarmError, ConfigError, RunDirectoryError
 from mcore_rl.parallel.device import detect
 from mcore_rl.tracking.run_directory import finished_step
 from mcore_rl.tracking.run_owner import OWNER, RunOwner

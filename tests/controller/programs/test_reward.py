@@ -26,7 +26,7 @@ from mcore_rl.config.role import Head
 from mcore_rl.controller.lifecycle.model_checks import demand_weights
 from mcore_rl.controller.programs.reward import REWARD
 from mcore_rl.data.arithmetic import Split, generate
-from mcore_rl.errors import CheckpointError, ConfigError, McoreRLError
+from mcore_rl.ground.errors import CheckpointError, ConfigError, McoreRLError
 from tests.support import prompt_files
 from tests.support.crash_runs import launch, nothing_survives
 from tests.support.run_task import nothing_left, write_task

@@ -16,8 +16,8 @@ import pytest
 from mcore_rl.config.compose import compose
 from mcore_rl.config.generate import GenerateConfig
 from mcore_rl.controller.programs.sample import answer, prompt_of, with_lengths
-from mcore_rl.episodes import FinishReason
-from mcore_rl.errors import DataError
+from mcore_rl.ground.errors import DataError
+from mcore_rl.rollout.episodes import FinishReason
 from mcore_rl.rollout.protocol import Request, Sample, Sampling
 from tests.support.greedy_llama import TOKENIZER, asked_tokens, greedy, write_llama
 from tests.support.rollouts import SIZES

@@ -25,7 +25,7 @@ from mcore_rl.controller.lifecycle.run_checkpoints import Progress, begin, finis
 from mcore_rl.controller.programs import sft
 from mcore_rl.controller.step.preemption import REQUEUE
 from mcore_rl.data.arithmetic import Split, generate
-from mcore_rl.errors import ConfigError, McoreRLError
+from mcore_rl.ground.errors import ConfigError, McoreRLError
 from tests.support import prompt_files
 from tests.support.crash_runs import doing, launch, nothing_survives
 from tests.support.run_task import nothing_left, write_task

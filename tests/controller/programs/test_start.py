@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from mcore_rl.controller.lifecycle.start_processes import _together
-from mcore_rl.errors import RolloutError
+from mcore_rl.ground.errors import RolloutError
 
 
 class Starting:

@@ -19,8 +19,8 @@ from mcore_rl.controller.rollouts.drawn_file import META, DrawnFileError, DrawnG
 from mcore_rl.controller.step.rollout_collection import RolloutBatch
 from mcore_rl.data.media.placed import Grid, ImageRef, Placed
 from mcore_rl.data.prompts import PromptRow
-from mcore_rl.episodes import AgentCounts, Author, Episode, FinishReason, Segment, VersionSpan, prompt_segment
 from mcore_rl.rewards.score import Score
+from mcore_rl.rollout.episodes import AgentCounts, Author, Episode, FinishReason, Segment, VersionSpan, prompt_segment
 from mcore_rl.rollout.protocol import Sample
 from tests.support.scripted_rollout import row
 

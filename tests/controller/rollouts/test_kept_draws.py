@@ -15,7 +15,7 @@ from mcore_rl.controller.rollouts.kept_draws import KeptDraws, read_kept
 from mcore_rl.controller.step.metrics import staleness_metrics
 from mcore_rl.controller.step.preemption import Preempted
 from mcore_rl.controller.step.rollout_collection import RolloutBatch
-from mcore_rl.episodes import FinishReason
+from mcore_rl.rollout.episodes import FinishReason
 from tests.controller.rollouts.test_stream import BATCH, STEPS, Stage, ages, on, rows, some_time
 from tests.controller.rollouts.test_stream_partial import BOTH, drawn_tokens, fixed, numbers, play
 from tests.controller.rollouts.test_stream_partial import Stage as PartialStage

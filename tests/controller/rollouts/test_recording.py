@@ -18,9 +18,9 @@ from mcore_rl.controller.step.preemption import Preemption
 from mcore_rl.controller.step.rollout_collection import FILTERED, SURPLUS, DroppedGroup, RolloutBatch
 from mcore_rl.data.prompts import PromptRow
 from mcore_rl.data.sampler import PromptSampler
-from mcore_rl.episodes import Episode
-from mcore_rl.errors import CheckpointError
+from mcore_rl.ground.errors import CheckpointError
 from mcore_rl.rewards.score import Score
+from mcore_rl.rollout.episodes import Episode
 from mcore_rl.tracking.ledger import audit
 from mcore_rl.tracking.schedule import SCHEDULE, ScheduleFile
 from tests.controller.rollouts.test_drawn_file import bits

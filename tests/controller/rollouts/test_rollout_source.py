@@ -17,7 +17,7 @@ from mcore_rl.controller.rollouts.rollout_source import DRAWN_AHEAD, Ahead, Roll
 from mcore_rl.controller.step.preemption import Preemption
 from mcore_rl.controller.step.rollout_collection import RolloutBatch, RolloutCollector
 from mcore_rl.data.sampler import PromptSampler
-from mcore_rl.errors import DeadEngineError
+from mcore_rl.ground.errors import DeadEngineError
 from mcore_rl.rewards.score import RewardRequest, Score
 from mcore_rl.rollout.protocol import Request, Sample, Sampling
 from mcore_rl.tracking.clock import Clock

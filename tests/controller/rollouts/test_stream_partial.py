@@ -30,9 +30,9 @@ from mcore_rl.controller.step.preemption import Preemption
 from mcore_rl.controller.step.rollout_collection import RolloutBatch, RolloutCollector
 from mcore_rl.data.prompts import PromptRow
 from mcore_rl.data.sampler import PromptSampler
-from mcore_rl.episodes import Episode, prompt_segment
-from mcore_rl.errors import DeadEngineError, DeadWorkerError
+from mcore_rl.ground.errors import DeadEngineError, DeadWorkerError
 from mcore_rl.rewards.score import RewardRequest
+from mcore_rl.rollout.episodes import Episode, prompt_segment
 from mcore_rl.rollout.pool import EnginePool
 from mcore_rl.rollout.protocol import Pause, Prompt, Request, SampleSource, Sampling
 from mcore_rl.rollout.single_turn import drawn_segment

@@ -37,9 +37,9 @@ from mcore_rl.config.stages import Estimate
 from mcore_rl.config.trainer import PolicyModelConfig
 from mcore_rl.controller.loop import StepState, run_stage
 from mcore_rl.controller.step.updates import send
+from mcore_rl.ground.types import TrainBatch
 from mcore_rl.runtime.shard import Portion
 from mcore_rl.tracking.clock import Clock
-from mcore_rl.types import TrainBatch
 from tests.support.batches import LENGTHS as RAGGED
 from tests.support.batches import ragged
 from tests.support.in_process_group import InProcessGroup

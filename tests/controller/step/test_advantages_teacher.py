@@ -22,7 +22,7 @@ from mcore_rl.config.algorithm import (
 from mcore_rl.config.algorithm_registry import estimators
 from mcore_rl.controller.step.advantages import estimate_step
 from mcore_rl.controller.step.updates import send
-from mcore_rl.types import TAUGHT_BY, TrainBatch
+from mcore_rl.ground.types import TAUGHT_BY, TrainBatch
 from tests.controller.step.test_advantages import KL, LENGTHS, MASK, OLD, ROLLOUT, advantages, as_bits, over_ranks
 from tests.controller.step.test_advantages import Found as Estimated
 from tests.support.batches import LENGTHS as RAGGED

@@ -18,8 +18,8 @@ from mcore_rl.algorithms.kl import KlController
 from mcore_rl.algorithms.step_batch import StepBatch
 from mcore_rl.config.algorithm import AlgorithmConfig, KlControlConfig
 from mcore_rl.controller.step.batch_assembly import assemble
-from mcore_rl.episodes import Author
 from mcore_rl.rewards.score import Score
+from mcore_rl.rollout.episodes import Author
 from tests.controller.step.test_advantages import Found, over_ranks
 from tests.support.scripted_rollout import answered, conversation, turn
 from tests.support.settings import algorithm_config

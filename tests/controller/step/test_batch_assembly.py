@@ -14,10 +14,10 @@ from mcore_rl.algorithms.step_batch import StepBatch
 from mcore_rl.config.roles import Teachers
 from mcore_rl.controller.step.batch_assembly import assemble
 from mcore_rl.data.media.placed import Grid, ImageRef, Placed
-from mcore_rl.episodes import Author, Episode, FinishReason, Segment, prompt_segment
-from mcore_rl.errors import ConfigError
+from mcore_rl.ground.errors import ConfigError
+from mcore_rl.ground.types import TAUGHT_BY, Picture, TrainBatch
 from mcore_rl.rewards.score import Score
-from mcore_rl.types import TAUGHT_BY, Picture, TrainBatch
+from mcore_rl.rollout.episodes import Author, Episode, FinishReason, Segment, prompt_segment
 from tests.support.scripted_rollout import answered, conversation, row, turn
 
 GROUPS = [

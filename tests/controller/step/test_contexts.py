@@ -10,8 +10,8 @@ import pytest
 
 from mcore_rl.config.run import RunConfig
 from mcore_rl.controller.step.contexts import Told, told
-from mcore_rl.episodes import Author, Episode
-from mcore_rl.errors import ConfigError
+from mcore_rl.ground.errors import ConfigError
+from mcore_rl.rollout.episodes import Author, Episode
 from tests.support import prompt_files
 from tests.support.composed import recipe
 from tests.support.scripted_rollout import conversation, turn

@@ -24,12 +24,12 @@ from mcore_rl.controller.step.metrics import (
 )
 from mcore_rl.controller.step.rollout_collection import FILTERED, DroppedGroup, RolloutBatch
 from mcore_rl.controller.step.updates import Updated
-from mcore_rl.episodes import AgentCounts, Author, Episode, Segment, VersionSpan
-from mcore_rl.errors import ConfigError
+from mcore_rl.ground.errors import ConfigError
+from mcore_rl.ground.types import SequenceScores, StepResult
 from mcore_rl.parallel.device import Memory
 from mcore_rl.rewards.score import Score
+from mcore_rl.rollout.episodes import AgentCounts, Author, Episode, Segment, VersionSpan
 from mcore_rl.tracking.metrics import metric_of
-from mcore_rl.types import SequenceScores, StepResult
 from tests.support.scripted_rollout import answered, conversation, lost_episode, turn
 from tests.support.settings import actor_config
 

@@ -10,9 +10,9 @@ import torch
 from mcore_rl.controller.step.batch_assembly import assemble
 from mcore_rl.controller.step.pairing import StepEpisodes, in_pairs
 from mcore_rl.data.pairs import units_of
-from mcore_rl.episodes import Author, Episode
+from mcore_rl.ground.types import NOT_DRAWN
 from mcore_rl.rewards.score import Score
-from mcore_rl.types import NOT_DRAWN
+from mcore_rl.rollout.episodes import Author, Episode
 from tests.support.scripted_rollout import answered, conversation, lost_episode, turn
 from tests.support.settings import algorithm_config
 

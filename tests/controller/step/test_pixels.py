@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from mcore_rl.controller.step.pixels import put_pixels
 from mcore_rl.data.media.placed import Grid, ImageRef, Placed
-from mcore_rl.errors import DataError
+from mcore_rl.ground.errors import DataError
 from mcore_rl.runtime.train_group import TrainGroup
 
 

@@ -19,7 +19,7 @@ from mcore_rl.config.reward import OverlongConfig, RewardConfig
 from mcore_rl.config.reward_model import RewardTransform
 from mcore_rl.config.trainer import ModelPathConfig
 from mcore_rl.controller.step.reward_model import Encoder, Messages, RewardModel, prepare_encoder, template_problem
-from mcore_rl.errors import ConfigError, DeadEngineError
+from mcore_rl.ground.errors import ConfigError, DeadEngineError
 from mcore_rl.parallel.device import detect
 from mcore_rl.rewards.score import RewardRequest, Score
 from tests.support import prompt_files, reward_models

@@ -19,9 +19,9 @@ from mcore_rl.config.run import RunConfig
 from mcore_rl.controller.step.batch_assembly import assemble
 from mcore_rl.controller.step.rollout_collection import RolloutBatch, RolloutCollector
 from mcore_rl.data.prompts import PromptRow
-from mcore_rl.episodes import AgentCounts, Author
-from mcore_rl.errors import DeadEngineError, RolloutError
+from mcore_rl.ground.errors import DeadEngineError, RolloutError
 from mcore_rl.rewards.score import RewardRequest, Score
+from mcore_rl.rollout.episodes import AgentCounts, Author
 from mcore_rl.rollout.pool import PrefixHits
 from mcore_rl.rollout.protocol import Prompt, Request, Sample, Sampling, aborted
 from tests.support import models

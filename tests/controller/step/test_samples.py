@@ -9,8 +9,8 @@ from pathlib import Path
 import pyarrow.parquet as pq
 
 from mcore_rl.controller.step.samples import sample_rows
-from mcore_rl.episodes import AgentCounts, Author, VersionSpan
 from mcore_rl.rewards.score import Score
+from mcore_rl.rollout.episodes import AgentCounts, Author, VersionSpan
 from mcore_rl.tracking.samples import write_samples
 from tests.support import prompt_files
 from tests.support.scripted_rollout import answered, conversation, turn

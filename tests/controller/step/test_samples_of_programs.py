@@ -18,8 +18,8 @@ from mcore_rl.config.algorithm_registry import estimators
 from mcore_rl.controller.step.batch_assembly import assemble
 from mcore_rl.controller.step.rollout_collection import RolloutCollector
 from mcore_rl.controller.step.validation import validation_metrics
-from mcore_rl.episodes import Author, Episode
 from mcore_rl.rewards.score import Score
+from mcore_rl.rollout.episodes import Author, Episode
 from tests.controller.step.test_advantages import over_ranks
 from tests.support.scripted_rollout import conversation, turn
 from tests.support.settings import algorithm_config

@@ -12,8 +12,8 @@ from mcore_rl.controller.step.samples import sample_rows, write_thumbnails
 from mcore_rl.data.media.prompts import PictureReader
 from mcore_rl.data.media.sizes import Sizing
 from mcore_rl.data.prompts import PromptSet
-from mcore_rl.episodes import Author, Episode, FinishReason, Segment, prompt_segment
 from mcore_rl.rewards.score import Score
+from mcore_rl.rollout.episodes import Author, Episode, FinishReason, Segment, prompt_segment
 from mcore_rl.tracking.samples import SIDE, thumbnail_file
 from tests.support.chat_styles import style
 from tests.support.pictures import encoded, noise, picture

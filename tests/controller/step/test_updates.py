@@ -24,10 +24,10 @@ from mcore_rl.config.run import RunConfig
 from mcore_rl.config.stages import Pass, StepStage, Update
 from mcore_rl.controller.step.advantages import StepAdvantages
 from mcore_rl.controller.step.updates import Updated, minibatches, run_pass, send, update
+from mcore_rl.ground.types import Denominators, SequenceScores, StepResult, TokenScores, TrainBatch
 from mcore_rl.runtime.shard import Shard, WorkerInput, WorkerOutput
 from mcore_rl.runtime.shared_batch import SharedBatch
 from mcore_rl.runtime.worker_values import TrainResults
-from mcore_rl.types import Denominators, SequenceScores, StepResult, TokenScores, TrainBatch
 from tests.support.batches import LENGTHS, ragged
 from tests.support.in_process_group import InProcessGroup
 from tests.support.settings import actor_config, algorithm_config

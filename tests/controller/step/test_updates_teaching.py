@@ -14,8 +14,8 @@ from mcore_rl.config.role_table import ROLES, TEACHER_HIDDEN, TEACHER_SCORED
 from mcore_rl.config.roles import Teachers
 from mcore_rl.config.stages import TOKENS
 from mcore_rl.controller.step.updates import assignments, run_pass, send
+from mcore_rl.ground.types import TAUGHT_BY, TrainBatch
 from mcore_rl.runtime.shard import Portion, Shard, WorkerInput, WorkerOutput
-from mcore_rl.types import TAUGHT_BY, TrainBatch
 from tests.support.batches import LENGTHS, ragged
 from tests.support.in_process_group import InProcessGroup
 

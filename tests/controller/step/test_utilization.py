@@ -13,9 +13,9 @@ from mcore_rl.controller.step.utilization import Passes, device_peak, tflop, uti
 from mcore_rl.data.shared_prompts import Stem
 from mcore_rl.families.flops import forward_flops, tower_flops
 from mcore_rl.families.registry import model_of
+from mcore_rl.ground.types import Picture
 from mcore_rl.parallel.device import detect
 from mcore_rl.tracking.metrics import metric_of
-from mcore_rl.types import Picture
 from tests.support import models, picture_models
 
 LENGTHS = (3, 5)

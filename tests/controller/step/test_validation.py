@@ -9,8 +9,8 @@ import pytest
 
 from mcore_rl.controller.step.validation import overall, validate, validation_metrics
 from mcore_rl.data.prompts import PromptRow
-from mcore_rl.episodes import Episode
 from mcore_rl.rewards.score import Score
+from mcore_rl.rollout.episodes import Episode
 from mcore_rl.tracking.metrics import metric_of
 from tests.support.scripted_rollout import answered, lost_episode, row
 

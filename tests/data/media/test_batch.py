@@ -6,7 +6,7 @@ import torch
 
 from mcore_rl.data.media.batch import with_pictures
 from mcore_rl.data.media.placed import Grid, ImageRef, Placed
-from mcore_rl.types import Picture, TrainBatch
+from mcore_rl.ground.types import Picture, TrainBatch
 
 A, B = ImageRef("a", "a.png"), ImageRef("b", "b.png")
 

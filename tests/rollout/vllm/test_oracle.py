@@ -40,8 +40,8 @@ from transformers import (
     SmolLM3Config,
 )
 
-from mcore_rl.errors import CheckpointError, RolloutError
 from mcore_rl.families.readership import READERSHIP
+from mcore_rl.ground.errors import CheckpointError, RolloutError
 from mcore_rl.rollout.vllm.oracle import Parameter, VllmProcess, _layout
 from tests.support.config_reads import vllm_reads
 

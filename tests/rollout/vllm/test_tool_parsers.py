@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from mcore_rl.errors import ConfigError
+from mcore_rl.ground.errors import ConfigError
 from mcore_rl.rollout.vllm.tool_parsers import ReadCalls, VllmCallReader
 from tests.support.chat_styles import DEEPSEEK_CALL, DEEPSEEK_TOKENS, style
 from tests.support.oracles import oracles

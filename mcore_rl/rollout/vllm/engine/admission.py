@@ -34,11 +34,11 @@ from mcore_rl.config.rollout import (
     yarn_reach,
 )
 from mcore_rl.config.vllm_fields import OURS_ON_CPU
-from mcore_rl.errors import CheckpointError, ConfigError, RolloutError, Violation, refuse_if_any, violations_of
 from mcore_rl.families.config_json import read_config
 from mcore_rl.families.family import Family
 from mcore_rl.families.registry import FAMILIES, model_of
 from mcore_rl.families.text_part import text_config
+from mcore_rl.ground.errors import CheckpointError, ConfigError, RolloutError, Violation, refuse_if_any, violations_of
 from mcore_rl.parallel.device import Platform
 from mcore_rl.rollout.vllm.engine.environment import has_tokenizer
 from mcore_rl.weights.quantised_shards import shard_violations

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from mcore_rl.episodes import FinishReason, VersionSpan
+from mcore_rl.rollout.episodes import FinishReason, VersionSpan
 from mcore_rl.rollout.protocol import Request, Sample
 
 CONTEXT = 8  # tokens of the prompt by which a tokenizer knows whether a response begins with a space

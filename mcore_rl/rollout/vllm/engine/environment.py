@@ -31,12 +31,12 @@ from mcore_rl.config.rollout import (
 )
 from mcore_rl.families.config_json import CONFIG, read_config
 from mcore_rl.families.text_part import text_config
+from mcore_rl.ground.secrets import secret_names
 from mcore_rl.parallel.cpu import UNCOMPILED
 from mcore_rl.parallel.device import Platform, consistent_environment, num_cores
 from mcore_rl.parallel.pinned import settings_of_a_new_process
 from mcore_rl.parallel.pinned_size import ENGINE_MAX_CACHED_BYTES
 from mcore_rl.rollout.vllm.engine.engine_node import ONE_NODE, EngineNode
-from mcore_rl.secrets import secret_names
 
 # Where AITER is asked for, products of latent attention would be fp8 or fp4 (layers/attention/mla_attention.py, 0.32).
 AITER_QUANTISES = ("VLLM_ROCM_USE_AITER_FP8BMM", "VLLM_ROCM_USE_AITER_FP4BMM")

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import psutil
 
-from mcore_rl.errors import DeadEngineError, McoreRLError, RolloutError
+from mcore_rl.ground.errors import DeadEngineError, McoreRLError, RolloutError
 from mcore_rl.parallel.device import Platform
 from mcore_rl.rollout.vllm.engine.process_group import is_alive, is_tracker, remove, shared_memory_of
 

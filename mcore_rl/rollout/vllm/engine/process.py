@@ -27,7 +27,7 @@ from typing import Any, ParamSpec, Self, TypeVar
 
 from mcore_rl.config.lora import EngineAdapters
 from mcore_rl.config.rollout import ServingConfig
-from mcore_rl.errors import DeadEngineError
+from mcore_rl.ground.errors import DeadEngineError
 from mcore_rl.parallel.device import detect
 from mcore_rl.parallel.launch import FRESH, ChildProcess, ProcessContext, inherited_environment
 from mcore_rl.rollout.protocol import Request, RolloutEngine, Sample, Sampling

@@ -12,7 +12,7 @@ from mcore_rl.config.model import ModelConfig, VisionConfig
 from mcore_rl.config.rollout import RolloutConfig, ServingConfig
 from mcore_rl.data.media.pixels import CHANNELS
 from mcore_rl.data.media.placed import misplaced
-from mcore_rl.errors import RolloutError
+from mcore_rl.ground.errors import RolloutError
 from mcore_rl.rollout.protocol import Prompt, Request, Sampling
 from mcore_rl.rollout.vllm.engine.environment import has_tokenizer
 

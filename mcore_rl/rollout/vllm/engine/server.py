@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from mcore_rl.errors import McoreRLError, RolloutError
+from mcore_rl.ground.errors import McoreRLError, RolloutError
 from mcore_rl.processes.guarding import start_guard
 from mcore_rl.rollout.protocol import RolloutEngine
 from mcore_rl.rollout.remote_engine import perform

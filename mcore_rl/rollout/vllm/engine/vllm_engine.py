@@ -36,9 +36,9 @@ from vllm.v1.metrics.loggers import PrometheusStatLogger
 from vllm.v1.metrics.stats import IterationStats, SchedulerStats
 
 from mcore_rl.config.lora import EngineAdapters
-from mcore_rl.episodes import FinishReason, VersionSpan
-from mcore_rl.errors import RolloutError, WeightsIncompleteError
+from mcore_rl.ground.errors import RolloutError, WeightsIncompleteError
 from mcore_rl.parallel.launch import inherited_environment
+from mcore_rl.rollout.episodes import FinishReason, VersionSpan
 from mcore_rl.rollout.protocol import (
     EngineMemory,
     Pause,

@@ -17,7 +17,7 @@ from torch import Tensor
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.lora_weights import LoRALayerWeights
 
-from mcore_rl.errors import WeightMapError
+from mcore_rl.ground.errors import WeightMapError
 from mcore_rl.weights.rollout_adapters import RolloutAdapterTable
 from mcore_rl.weights.tensor_slice import TensorSlice
 from mcore_rl.weights.views import view_of

@@ -51,8 +51,8 @@ from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS
 from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
 
 from mcore_rl.config.rollout import Quantization
-from mcore_rl.errors import SyncError, WeightMapError
 from mcore_rl.families.towers import TOWER
+from mcore_rl.ground.errors import SyncError, WeightMapError
 from mcore_rl.rollout.vllm.engine.picture_models import pixel_numbers
 from mcore_rl.rollout.vllm.receiver.packed_weights import PACKED, unpacked_convolution, unpacked_experts
 from mcore_rl.rollout.vllm.receiver.receive_memory import Blocks

@@ -26,9 +26,9 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor, nn
 
-from mcore_rl.errors import McoreRLError, RolloutError, SyncError
 from mcore_rl.families.registry import FAMILIES
 from mcore_rl.families.towers import PICTURES
+from mcore_rl.ground.errors import McoreRLError, RolloutError, SyncError
 from mcore_rl.proofs.effective_config import EffectiveConfig
 from mcore_rl.rollout.vllm.effective_config import effective_config
 from mcore_rl.rollout.vllm.receiver import plain_experts

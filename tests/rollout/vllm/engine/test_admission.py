@@ -13,7 +13,7 @@ import pytest
 
 from mcore_rl.config.engine import Device, Precision
 from mcore_rl.config.rollout import RolloutConfig
-from mcore_rl.errors import CheckpointError, ConfigError, RolloutError
+from mcore_rl.ground.errors import CheckpointError, ConfigError, RolloutError
 from mcore_rl.parallel.device import detect
 from mcore_rl.rollout.protocol import Prompt, Sampling, requests_of
 from mcore_rl.rollout.vllm.engine.admission import admit, engine_violations

@@ -10,7 +10,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from mcore_rl.config.engine import Device
-from mcore_rl.errors import ConfigError
+from mcore_rl.ground.errors import ConfigError
 from mcore_rl.parallel.device import detect
 from mcore_rl.rollout.vllm.engine.admission import admit
 from tests.support import reward_models, rollouts

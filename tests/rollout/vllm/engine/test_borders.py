@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from mcore_rl.episodes import FinishReason, VersionSpan
+from mcore_rl.rollout.episodes import FinishReason, VersionSpan
 from mcore_rl.rollout.protocol import Prompt, Request, Sample
 from mcore_rl.rollout.vllm.engine.borders import mended
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.errors import DeadEngineError
+from mcore_rl.ground.errors import DeadEngineError
 from mcore_rl.rollout.vllm.engine.liveness import SETTLE_S, Liveness, words
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mcore_rl.episodes import VersionSpan
 from mcore_rl.families.config_json import read_config
 from mcore_rl.families.registry import model_of
+from mcore_rl.rollout.episodes import VersionSpan
 from mcore_rl.rollout.protocol import Prompt, Request, Sample, Sampling, aborted, requests_of
 from tests.support import picture_models, rollouts, seen_prompts
 from tests.support.forked import start_engine

@@ -14,7 +14,7 @@ import psutil
 import pytest
 from safetensors.torch import load_file, save_file
 
-from mcore_rl.errors import RolloutError
+from mcore_rl.ground.errors import RolloutError
 from mcore_rl.processes import guard
 from mcore_rl.rollout.vllm.engine.process import start_engine
 from mcore_rl.rollout.vllm.engine.process_group import group_of

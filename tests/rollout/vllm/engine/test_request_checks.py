@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from mcore_rl.errors import RolloutError
+from mcore_rl.ground.errors import RolloutError
 from mcore_rl.rollout.protocol import MadePatches, Prompt, PromptPicture, Request, Sampling
 from mcore_rl.rollout.vllm.engine.request_checks import Limits, demand_requests
 from tests.rollout.vllm.engine.test_patch_files import PROMPT, VISION

@@ -15,7 +15,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from mcore_rl.errors import RolloutError
+from mcore_rl.ground.errors import RolloutError
 from mcore_rl.rollout.protocol import (
     EngineMemory,
     FinishReason,

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import pytest
 from transformers import PreTrainedModel
 
-from mcore_rl.errors import DeadEngineError
+from mcore_rl.ground.errors import DeadEngineError
 from mcore_rl.rollout.pool import EnginePool
 from mcore_rl.rollout.vllm.engine.process import EngineProcess
 from tests.support import reward_models

@@ -15,7 +15,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from mcore_rl.errors import DeadEngineError
+from mcore_rl.ground.errors import DeadEngineError
 from mcore_rl.rollout.protocol import Sampling, requests_of
 from mcore_rl.rollout.vllm.engine.environment import core_shares, usable_cores
 from mcore_rl.rollout.vllm.engine.process import EngineProcess, start_engine

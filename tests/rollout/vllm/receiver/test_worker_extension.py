@@ -10,7 +10,7 @@ from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 
-from mcore_rl.errors import SyncError
+from mcore_rl.ground.errors import SyncError
 from mcore_rl.rollout.vllm.worker_methods import answer_of
 from tests.support.forked import ENGINES
 from tests.support.skips import KERNEL
@@ -22,7 +22,7 @@ def _in_a_worker() -> dict[str, object]:
     """Everything that needs vLLM, in a process that it may have."""
     import torch
 
-    from mcore_rl.errors import RolloutError
+    from mcore_rl.ground.errors import RolloutError
     from mcore_rl.rollout.vllm.receiver.worker_extension import WeightReceiver
 
     worker = WeightReceiver()

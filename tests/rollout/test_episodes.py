@@ -10,8 +10,16 @@ import numpy as np
 import pytest
 
 from mcore_rl.data.media.placed import Grid, ImageRef, Placed
-from mcore_rl.episodes import Author, Episode, FinishReason, Segment, VersionSpan, prompt_segment, reward_request
 from mcore_rl.rewards.score import Score
+from mcore_rl.rollout.episodes import (
+    Author,
+    Episode,
+    FinishReason,
+    Segment,
+    VersionSpan,
+    prompt_segment,
+    reward_request,
+)
 from tests.support.scripted_rollout import answered, conversation, row, turn
 
 CALL, RESULT, ANSWER = (

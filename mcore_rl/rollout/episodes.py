@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mcore_rl.arrays import RoutesArray
 from mcore_rl.data.media.placed import Placed, misplaced
+from mcore_rl.ground.arrays import RoutesArray
 from mcore_rl.rewards.score import RewardRequest, Score
 
 if TYPE_CHECKING:

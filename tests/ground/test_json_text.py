@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mcore_rl.json_text import read_json
+from mcore_rl.ground.json_text import read_json
 
 
 def test_it_reads_what_json_reads() -> None:

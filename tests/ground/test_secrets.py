@@ -14,7 +14,7 @@ from mcore_rl.config.generate import GenerateConfig
 from mcore_rl.config.prefer import PreferConfig
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.sft import SftConfig
-from mcore_rl.secrets import (
+from mcore_rl.ground.secrets import (
     forget_secrets,
     is_secret,
     redact,
