@@ -55,7 +55,7 @@ from mcore_rl.controller.lifecycle.device_sharing import DeviceSharing
 from mcore_rl.controller.lifecycle.fault_tolerance import EngineRestarter
 from mcore_rl.controller.lifecycle.weight_sync import WeightSync
 from mcore_rl.controller.run import Run
-from mcore_rl.controller.step import stages, updates
+from mcore_rl.controller.step import updates
 from mcore_rl.controller.step.preemption import Preemption
 from mcore_rl.controller.step.rollout_collection import RolloutBatch
 from mcore_rl.controller.step.samples import sample_rows
@@ -309,22 +309,20 @@ async def large(algorithm: str, options: argparse.Namespace, folder: Path, model
     rollouts = rollouts_of(options.sequences, options.tokens)
     stand_in = StandIn.remote()
     ray.get(stand_in.call.remote(message_of(TrainWorker.host, (), {})))
-    # The names of functions that a step calls, where it looks them up.
-    places = dict.fromkeys(PARTS, loop) | {"score_metrics": stages, "estimate_step": stages}
-    originals = {name: getattr(module, name) for name, module in places.items()}
+    originals = {name: getattr(loop, name) for name in PARTS}  # functions that a step calls, where it looks them up
     gc.freeze()  # as ``loop.train``
     best: tuple[tuple[float, float], Ledger] | None = None
     for step in range(1, options.repetitions + 1):
         ledger = Ledger()
         for name, title in PARTS.items():
-            setattr(places[name], name, ledger.timed(title, originals[name]))
+            setattr(loop, name, ledger.timed(title, originals[name]))
         wrapped: dict[str, Any] = {
             name: ledger.timed_async(title, getattr(updates, name)) for name, title in ASYNC_PARTS.items()
         }
         wrapped["send"] = ledger.timed(SCORES, updates.send)
-        stages.estimate_step = ledger.timed_async(ADVANTAGES, originals["estimate_step"])
+        loop.estimate_step = ledger.timed_async(ADVANTAGES, originals["estimate_step"])
         timed = SimpleNamespace(**wrapped, minibatches=updates.minibatches, Updated=updates.Updated)
-        loop.updates = stages.updates = timed  # type: ignore[assignment]
+        loop.updates = timed  # type: ignore[assignment]
         run = simulated_run(config, rollouts, options.ranks, stand_in, ledger, folder, model)
         for name in ("to_engines", "to_trainer"):
             setattr(run.devices, name, ledger.timed_async(SHARING, getattr(run.devices, name)))
@@ -332,9 +330,9 @@ async def large(algorithm: str, options: argparse.Namespace, folder: Path, model
         try:
             await loop.train_step(run, step)
         finally:
-            for name, module in places.items():
-                setattr(module, name, originals[name])
-            loop.updates = stages.updates = updates
+            for name, original in originals.items():
+                setattr(loop, name, original)
+            loop.updates = updates
         end = ledger.now()
         whole = (end[0] - begin[0], end[1] - begin[1])
         if best is None or whole < best[0]:

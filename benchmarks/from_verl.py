@@ -21,10 +21,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import yaml
-from mcore_rl.from_verl.programs import launch_of
 
 from mcore_rl.cli import main as command
 from mcore_rl.from_verl.shell import expand
+from mcore_rl.from_verl.written import launch_of
 from mcore_rl.ground.secrets import without_secrets
 
 ARGUMENTS = ("8", "checkpoints")
