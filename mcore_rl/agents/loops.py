@@ -13,10 +13,10 @@ import json
 import re
 from typing import Any
 
+from mcore_rl.agents.arithmetic import evaluated, written
 from mcore_rl.agents.interactions import EpisodeAnswers
 from mcore_rl.agents.rendering import USER
 from mcore_rl.agents.session import ANSWERED, INTERACTION, INTERACTION_FAILED, EpisodeOverError, Session
-from mcore_rl.agents.toolbox.calculator import evaluated, written
 from mcore_rl.agents.tools import ToolCall, ToolSet
 from mcore_rl.data.prompts import PromptRow
 from mcore_rl.ground.json_text import read_json

@@ -7,7 +7,8 @@ from decimal import Decimal, getcontext
 
 import pytest
 
-from mcore_rl.agents.toolbox.calculator import SCHEMA, Calculator, evaluated, written
+from mcore_rl.agents.arithmetic import evaluated, written
+from mcore_rl.agents.toolbox.calculator import SCHEMA, Calculator
 from tests.support.awaited import awaited
 
 
