@@ -150,9 +150,12 @@ class Bench:
         self.engine, self.tokenizer, self.turns = engine, tokenizer, turns
         self.pool, self._version = EnginePool([engine], num_seqs), 0
         config = AgentConfig(
-            tool_config_path=str(folder / "tools.yaml"), tool_parser=f"{folder}/parser.py:read_calls", max_turns=turns,
-            max_tool_s=3600.0, tool_timeout_s=600.0,
-        )  # fmt: skip
+            tool_config_path=str(folder / "tools.yaml"),
+            tool_parser=f"{folder}/parser.py:read_calls",
+            max_turns=turns,
+            max_tool_s=3600.0,
+            tool_timeout_s=600.0,
+        )
         self.config, self.runner = config, AgentRunner(config, CodeConfig(), tokenizer)
         # One token in so many ends a turn: a random model draws them all alike.
         ends = range(2, len(tokenizer), TURN_TOKENS)
@@ -247,9 +250,15 @@ def main() -> int:
     given = parser.parse_args()
     platform = detect(Device.cpu)
     rollout = RolloutConfig(
-        device=Device.cpu, dtype=Precision.float32, enforce_eager=True, kv_cache_memory_bytes=2 << 30,
-        max_prompt_length=PROMPT, max_response_length=RESPONSE, max_num_seqs=given.episodes, enable_prefix_caching=True,
-    )  # fmt: skip
+        device=Device.cpu,
+        dtype=Precision.float32,
+        enforce_eager=True,
+        kv_cache_memory_bytes=2 << 30,
+        max_prompt_length=PROMPT,
+        max_response_length=RESPONSE,
+        max_num_seqs=given.episodes,
+        enable_prefix_caching=True,
+    )
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         tokenizer = write_model(folder)

@@ -57,10 +57,16 @@ PROMPTS, RESPONSES = 16, 4
 LENGTHS = Lognormal(48.0, 256)
 WARM_UP = 2  # steps, and as many as the bound, before those that count
 SIZES = {
-    "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 512, "max_position_embeddings": 512,
+    "hidden_size": 256,
+    "intermediate_size": 704,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "vocab_size": 512,
+    "max_position_embeddings": 512,
     "tie_word_embeddings": False,
-}  # fmt: skip
+}
 ENDED = "ended.jsonl"  # when responses ended: [begin of the call, (tokens, seconds) ...]
 PROMPT_S = "prompt_s"  # beside it: seconds of a prompt's token
 TIMED_PROMPTS, SHORT, LONG = 8, 16, 256  # tokens
@@ -85,8 +91,10 @@ class Measured:
 
 def write_task(folder: Path) -> None:
     """``data`` and ``model`` in ``folder``."""
-    for words in (("prepare", "arithmetic", "--difficulty", 1, "--train", 600, "--val", 16, "--out", folder / "data"),
-                  ("prepare", "tiny-model", "--data", folder / "data", "--out", folder / "tiny")):  # fmt: skip
+    for words in (
+        ("prepare", "arithmetic", "--difficulty", 1, "--train", 600, "--val", 16, "--out", folder / "data"),
+        ("prepare", "tiny-model", "--data", folder / "data", "--out", folder / "tiny"),
+    ):
         program = Path(sys.executable).with_name("mcore-rl")
         subprocess.run([str(program), *map(str, words)], check=True, stdout=subprocess.DEVNULL)
     import torch
@@ -103,16 +111,35 @@ def overrides(folder: Path, run: Path, bound: int, steps: int) -> list[str]:
     """Of a run with the bound; 0: sync."""
     mode = ["trainer.mode=async", f"async.max_staleness={bound}"] if bound else ["trainer.mode=sync"]
     return [
-        f"model.path={folder / 'model'}", f"data.train_files=[{folder / 'data' / 'train.parquet'}]", "algorithm=grpo",
-        f"data.train_batch_size={PROMPTS}", f"rollout.n={RESPONSES}", "data.max_prompt_length=64",
-        f"data.max_response_length={LENGTHS.longest}", f"actor.ppo_mini_batch_size={PROMPTS}",
-        "actor.precision=float32", "actor.microbatch_tokens=2048", "actor.layer_spec=local",
-        "actor.use_kl_loss=false", "actor.optim.lr=1e-5", "trainer.n_gpus_per_node=1", "trainer.placement=separate",
-        "rollout.ignore_eos=true", "rollout.enforce_eager=true", "rollout.kv_cache_memory_bytes=134217728",
-        f"rollout.max_num_seqs={PROMPTS * RESPONSES}", "trainer.val_before_train=false", "trainer.test_freq=0",
-        "trainer.save_freq=0", "trainer.save_rollouts=false", f"trainer.total_training_steps={steps}",
-        "trainer.resume_mode=off", "trainer.logger=[]", f"trainer.default_local_dir={run}", *mode,
-    ]  # fmt: skip
+        f"model.path={folder / 'model'}",
+        f"data.train_files=[{folder / 'data' / 'train.parquet'}]",
+        "algorithm=grpo",
+        f"data.train_batch_size={PROMPTS}",
+        f"rollout.n={RESPONSES}",
+        "data.max_prompt_length=64",
+        f"data.max_response_length={LENGTHS.longest}",
+        f"actor.ppo_mini_batch_size={PROMPTS}",
+        "actor.precision=float32",
+        "actor.microbatch_tokens=2048",
+        "actor.layer_spec=local",
+        "actor.use_kl_loss=false",
+        "actor.optim.lr=1e-5",
+        "trainer.n_gpus_per_node=1",
+        "trainer.placement=separate",
+        "rollout.ignore_eos=true",
+        "rollout.enforce_eager=true",
+        "rollout.kv_cache_memory_bytes=134217728",
+        f"rollout.max_num_seqs={PROMPTS * RESPONSES}",
+        "trainer.val_before_train=false",
+        "trainer.test_freq=0",
+        "trainer.save_freq=0",
+        "trainer.save_rollouts=false",
+        f"trainer.total_training_steps={steps}",
+        "trainer.resume_mode=off",
+        "trainer.logger=[]",
+        f"trainer.default_local_dir={run}",
+        *mode,
+    ]
 
 
 def train(words: Sequence[str], engine_core: int, ended: Path) -> int:
@@ -217,9 +244,12 @@ def measure(folder: Path, bound: int, counted: int, cores: tuple[int, int], numb
     }
     with (folder / f"{run.name}.log").open("w") as log:
         done = subprocess.run(
-            [sys.executable, __file__, "--child", json.dumps(asked)], stdout=log, stderr=subprocess.STDOUT,
-            preexec_fn=lambda: os.sched_setaffinity(0, {cores[0]}), check=False,
-        )  # fmt: skip
+            [sys.executable, __file__, "--child", json.dumps(asked)],
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            preexec_fn=lambda: os.sched_setaffinity(0, {cores[0]}),
+            check=False,
+        )
     if done.returncode:
         sys.exit((folder / f"{run.name}.log").read_text()[-4000:])
     rows = [row for row in read_metrics(run / "metrics.jsonl") if first < row["step"] <= first + counted]
@@ -259,9 +289,11 @@ def costs_of(folder: Path, run: Path) -> tuple[EngineCosts, TrainerCosts, int]:
     most = PROMPTS * RESPONSES
     engine = EngineCosts(
         fixed_s=tuple(max(0.0, fixed) + max(0.0, of_each) * running for running in range(most + 1)),
-        stream_s=(0.0,) * (most + 1), token_s=0.0, product_s=0.0,
+        stream_s=(0.0,) * (most + 1),
+        token_s=0.0,
+        product_s=0.0,
         prefill_s=float((folder / f"{run.name}.{ENDED}").with_suffix(f".{PROMPT_S}").read_text()),
-    )  # fmt: skip
+    )
     trainer = TrainerCosts(fixed_s=0.0, token_s=trains / tokens, publish_s=fmean(row["time/sync"] for row in rows))
     return engine, trainer, round(prompt)
 
@@ -317,20 +349,38 @@ def main() -> int:
     simulated = {
         bound: foretold(asynchronous(bound) if bound else SYNC_SEPARATE, engine, trainer, prompt) for bound in bounds
     }
-    shown = Table("mode", "step, s", "samples/s", "times sync", "foretold", "engine idle", "trainer idle", "staleness",
-                  "load", box=None)  # fmt: skip
+    shown = Table(
+        "mode",
+        "step, s",
+        "samples/s",
+        "times sync",
+        "foretold",
+        "engine idle",
+        "trainer idle",
+        "staleness",
+        "load",
+        box=None,
+    )
     for bound, each in best.items():
         shown.add_row(
-            each.name, f"{each.step_s:.2f}", f"{each.samples_per_s:.1f}",
-            f"{each.samples_per_s / best[0].samples_per_s:.2f}", f"{simulated[bound] / simulated[0]:.2f}",
-            f"{each.engine_idle:.0%}", f"{each.trainer_idle:.0%}", f"{each.staleness:.1f}", f"{each.load:.1f}",
-        )  # fmt: skip
+            each.name,
+            f"{each.step_s:.2f}",
+            f"{each.samples_per_s:.1f}",
+            f"{each.samples_per_s / best[0].samples_per_s:.2f}",
+            f"{simulated[bound] / simulated[0]:.2f}",
+            f"{each.engine_idle:.0%}",
+            f"{each.trainer_idle:.0%}",
+            f"{each.staleness:.1f}",
+            f"{each.load:.1f}",
+        )
     console = Console(width=120)
     console.print(shown)
     costs = f"a decode step {1e3 * engine.fixed_s[1]:.1f} ms of 1 response, {1e3 * engine.fixed_s[-1]:.1f} ms of all, "
     costs += f"a prompt's token {1e3 * engine.prefill_s:.2f} ms"
-    console.print(f"costs of the sync run: {costs}; training {1e3 * trainer.token_s:.2f} ms a token; "
-                  f"an update {trainer.publish_s:.2f} s; sync simulated {simulated[0]:.1f} samples/s")  # fmt: skip
+    console.print(
+        f"costs of the sync run: {costs}; training {1e3 * trainer.token_s:.2f} ms a token; "
+        f"an update {trainer.publish_s:.2f} s; sync simulated {simulated[0]:.1f} samples/s"
+    )
     gained = max(each.samples_per_s for bound, each in best.items() if bound) / best[0].samples_per_s
     console.print(f"the best bound: {gained:.2f} times sync (target: {TARGET})")
     if options.json is not None:

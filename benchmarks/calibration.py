@@ -50,9 +50,14 @@ from mcore_rl.planning.training import RolePlan, Work
 # What they were before any row was known, or hardly anything where they were not there: a constant of which the other
 # rows say nothing goes back to it.
 BEFORE = {
-    "EXPERT_COLUMN_FLOPS": 1e12, "LOCAL_EFFICIENCY": 1.0, "LOCAL_EXPERT_EFFICIENCY": 0.67, "LAYER_LATENCY_S": 8e-6,
-    "NODES_LATENCY_S": 3e-5, "EXPERT_DECODE_S": 1e-5, "EAGER_LAYER_S": 1e-4,
-}  # fmt: skip
+    "EXPERT_COLUMN_FLOPS": 1e12,
+    "LOCAL_EFFICIENCY": 1.0,
+    "LOCAL_EXPERT_EFFICIENCY": 0.67,
+    "LAYER_LATENCY_S": 8e-6,
+    "NODES_LATENCY_S": 3e-5,
+    "EXPERT_DECODE_S": 1e-5,
+    "EAGER_LAYER_S": 1e-4,
+}
 DEVICES = {"MI300X": 1.0, "GB200": 1.0}
 ROUNDS, NUDGE = 3, 1.1
 PRIOR = 0.02  # how much that counts against a row
@@ -82,9 +87,11 @@ def planned_mfu(update: MeasuredUpdate) -> float:
     """The planned MFU of an update on one device."""
     cluster = load_cluster(update.cluster)
     engine = EngineConfig(
-        precision=Precision.bfloat16, layer_spec=update.layer_spec, recompute=Recompute.none,
+        precision=Precision.bfloat16,
+        layer_spec=update.layer_spec,
+        recompute=Recompute.none,
         microbatch_tokens=update.microbatch_tokens,
-    )  # fmt: skip
+    )
     work = Work(sequences=update.sequences, longest=2_048, mean=update.mean)
     role = RolePlan("actor", update.model, engine, ParallelConfig(), 1, work, accelerator=True)
     rates = Rates.of(cluster, 1, Precision.bfloat16)

@@ -201,10 +201,13 @@ def rollouts_of(num_sequences: int, tokens: int) -> RolloutBatch:
 def large_config(algorithm: str, num_sequences: int, tokens: int) -> RunConfig:
     num_prompts = num_sequences // GROUP
     overrides = [
-        f"algorithm={algorithm}", f"rollout.n={GROUP}", f"data.train_batch_size={num_prompts}",
+        f"algorithm={algorithm}",
+        f"rollout.n={GROUP}",
+        f"data.train_batch_size={num_prompts}",
         f"actor.ppo_mini_batch_size={num_prompts // 4}",
-        f"data.max_prompt_length={PROMPT}", f"data.max_response_length={2 * tokens}",
-    ]  # fmt: skip
+        f"data.max_prompt_length={PROMPT}",
+        f"data.max_response_length={2 * tokens}",
+    ]
     if algorithm == "ppo":
         overrides += ["algorithm.use_kl_in_reward=true", "algorithm.off_policy=decoupled"]
     return compose(RunConfig, "train", overrides)
@@ -279,15 +282,21 @@ def simulated_run(
     weights = WeightSync(Nothing(groups[config.policy.name]), restarter, nothing)
     run: Any = object.__new__(BareRun)
     vars(run).update(
-        config=config, clock=Clock(), tracker=SimpleNamespace(now=lambda *_: None), groups=groups,
-        rollouts=SimpleNamespace(next=next_rollouts, settle=settle), keep_rollouts=keep_rollouts, keep_order=keep_order,
-        preemption=Preemption(), prepared=SimpleNamespace(models=dict.fromkeys(groups, read_model(model)[2])),
+        config=config,
+        clock=Clock(),
+        tracker=SimpleNamespace(now=lambda *_: None),
+        groups=groups,
+        rollouts=SimpleNamespace(next=next_rollouts, settle=settle),
+        keep_rollouts=keep_rollouts,
+        keep_order=keep_order,
+        preemption=Preemption(),
+        prepared=SimpleNamespace(models=dict.fromkeys(groups, read_model(model)[2])),
         kl=KlController(config.algorithm.kl_ctrl),
         losses={role.name: config.loss_of(role) for role in config.trained_rows},
         on_accelerator=False,
         devices=DeviceSharing(Placement.colocated, groups[config.policy.name], nothing, weights, restarter),
         weights=weights,
-    )  # fmt: skip
+    )
     return run
 
 

@@ -115,15 +115,30 @@ def live_config(folder: Path, steps: int) -> RunConfig:
         RunConfig,
         "train",
         [
-            f"model.path={model}", f"data.train_files=[{train}]", f"trainer.default_local_dir={folder / 'run'}",
-            "data.train_batch_size=32", "rollout.n=8", "data.max_prompt_length=64", "data.max_response_length=64",
-            "actor.ppo_mini_batch_size=16", "actor.precision=float32", "actor.microbatch_tokens=4096",
-            "actor.use_kl_loss=true", "actor.parallel.ep=2", "trainer.n_gpus_per_node=2", "rollout.ignore_eos=true",
-            "rollout.kv_cache_memory_bytes=67108864", "rollout.max_num_seqs=256", "trainer.val_before_train=false",
-            "trainer.test_freq=0", "trainer.save_freq=0", f"trainer.total_training_steps={steps}",
-            "trainer.resume_mode=off", "trainer.logger=[]",
+            f"model.path={model}",
+            f"data.train_files=[{train}]",
+            f"trainer.default_local_dir={folder / 'run'}",
+            "data.train_batch_size=32",
+            "rollout.n=8",
+            "data.max_prompt_length=64",
+            "data.max_response_length=64",
+            "actor.ppo_mini_batch_size=16",
+            "actor.precision=float32",
+            "actor.microbatch_tokens=4096",
+            "actor.use_kl_loss=true",
+            "actor.parallel.ep=2",
+            "trainer.n_gpus_per_node=2",
+            "rollout.ignore_eos=true",
+            "rollout.kv_cache_memory_bytes=67108864",
+            "rollout.max_num_seqs=256",
+            "trainer.val_before_train=false",
+            "trainer.test_freq=0",
+            "trainer.save_freq=0",
+            f"trainer.total_training_steps={steps}",
+            "trainer.resume_mode=off",
+            "trainer.logger=[]",
         ],
-    )  # fmt: skip
+    )
 
 
 async def busy_s(engines: Sequence[EngineClient]) -> float:
@@ -173,9 +188,13 @@ async def live(steps: int) -> list[Result]:
     whole = sum(share * wall for share, wall in zip(shares, walls, strict=True)) / sum(walls)
     results = [
         Result(what="a step", wall_s=statistics.median(walls), cpu_s=statistics.median(cpus)),
-        Result(what="of it neither workers nor engines at work", wall_s=whole * sum(walls) / len(walls), share=whole,
-               passed=whole <= SHARE),
-    ]  # fmt: skip
+        Result(
+            what="of it neither workers nor engines at work",
+            wall_s=whole * sum(walls) / len(walls),
+            share=whole,
+            passed=whole <= SHARE,
+        ),
+    ]
     for name in sorted({name for each in seconds[1:] for name in each if name.startswith("time/")} - {"time/step"}):
         median = statistics.median(each.get(name, 0.0) for each in seconds[1:])
         results.append(Result(what=f"  {name}", wall_s=median, share=median / statistics.median(walls)))

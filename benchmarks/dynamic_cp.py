@@ -89,9 +89,13 @@ def row(case: Lengths, model: ModelConfig, rates: Rates, given: argparse.Namespa
     dynamic = sum(own) / units
     values = (in_order, balanced, dynamic)
     return [
-        case.name, str(cp), *(f"{value:.1f}" for value in values), f"{gathering:.1%}",
-        f"{in_order / balanced:.2f}", f"{balanced / dynamic:.2f}",
-    ]  # fmt: skip
+        case.name,
+        str(cp),
+        *(f"{value:.1f}" for value in values),
+        f"{gathering:.1%}",
+        f"{in_order / balanced:.2f}",
+        f"{balanced / dynamic:.2f}",
+    ]
 
 
 def main() -> int:

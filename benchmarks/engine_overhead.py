@@ -70,9 +70,15 @@ FORWARD, BACKWARD, KERNEL = "forward", "backward", "log-prob kernel"
 REDUCTION, OPTIMIZER = "gradient reduction", "optimizer"
 MEGATRONS = (FORWARD, BACKWARD, KERNEL, REDUCTION, OPTIMIZER)
 ENGINES = (
-    "microbatches", "loss inputs", "the caller's loss", "sums and metrics", "finite watch", "routers",
-    "Megatron's schedule", "the rest",
-)  # fmt: skip
+    "microbatches",
+    "loss inputs",
+    "the caller's loss",
+    "sums and metrics",
+    "finite watch",
+    "routers",
+    "Megatron's schedule",
+    "the rest",
+)
 
 
 def model_config(name: str) -> ModelConfig:

@@ -42,11 +42,20 @@ VERSIONS = (99, 1, 2, 3, 4, 5, 6)  # of Landlock; 99: this kernel's
 CONFIG = CodeConfig(timeout_s=120.0, memory_mib=512, output_kib=64)
 # Numbers on (x86-64, aarch64) of what container runtimes refuse, each their own part of it.
 CALLS = {
-    "memfd_create": (319, 279), "pidfd_open": (434, 434), "unshare": (272, 97), "setns": (308, 268), "mount": (165, 40),
-    "bpf": (321, 280), "perf_event_open": (298, 241), "keyctl": (250, 219), "userfaultfd": (323, 282),
-    "landlock_create_ruleset": (444, 444), "landlock_add_rule": (445, 445), "landlock_restrict_self": (446, 446),
+    "memfd_create": (319, 279),
+    "pidfd_open": (434, 434),
+    "unshare": (272, 97),
+    "setns": (308, 268),
+    "mount": (165, 40),
+    "bpf": (321, 280),
+    "perf_event_open": (298, 241),
+    "keyctl": (250, 219),
+    "userfaultfd": (323, 282),
+    "landlock_create_ruleset": (444, 444),
+    "landlock_add_rule": (445, 445),
+    "landlock_restrict_self": (446, 446),
     "seccomp": (317, 277),
-}  # fmt: skip
+}
 LIBC = ctypes.CDLL(None, use_errno=True)
 
 

@@ -81,9 +81,13 @@ def lora_of(rank: int) -> LoraConfig:
 
 def config_of(lora: LoraConfig | None) -> ActorConfig:
     return ActorConfig(
-        device=Device.cpu, precision=Precision.float32, layer_spec=LayerSpec.local,
-        microbatch_tokens=SEQUENCES * LENGTH, optim=OptimizerConfig(lr=1e-5), lora=lora or LoraConfig(),
-    )  # fmt: skip
+        device=Device.cpu,
+        precision=Precision.float32,
+        layer_spec=LayerSpec.local,
+        microbatch_tokens=SEQUENCES * LENGTH,
+        optim=OptimizerConfig(lr=1e-5),
+        lora=lora or LoraConfig(),
+    )
 
 
 def engine_steps(directory: Path, lora: LoraConfig | None) -> Any:
@@ -221,9 +225,12 @@ def measure_updates(directory: Path, lora: LoraConfig) -> tuple[list[float], int
     family, model = model_of(json.loads((directory / "config.json").read_text()))
     held = RolloutAdapterTable(RolloutTable(family, model, RolloutLayout()), AdapterTable(Table(family, model), lora))
     config = RolloutConfig(
-        device=Device.cpu, dtype=Precision.float32, max_prompt_length=32, max_response_length=32,
+        device=Device.cpu,
+        dtype=Precision.float32,
+        max_prompt_length=32,
+        max_response_length=32,
         kv_cache_memory_bytes=1 << 26,
-    )  # fmt: skip
+    )
     server, published = StoreServer(HOST), list[int]()
     address = Address(
         store=server.access, name="benchmark", num_trainers=1, num_rollout=1, timeout_s=60.0, join_timeout_s=180.0

@@ -115,9 +115,15 @@ def show(results: Sequence[Result], console: Console) -> None:
     table = Table(*headings, show_edge=False)
     for each in results:
         table.add_row(
-            each.kind, f"{each.width} x {each.height}", f"{each.tokens}", f"{each.ours_mpx_s:.1f}",
-            f"{each.transformers_mpx_s:.1f}", f"{each.ratio:.1f}", f"{each.decoding_ms:.2f}", f"{each.header_ms:.3f}",
-        )  # fmt: skip
+            each.kind,
+            f"{each.width} x {each.height}",
+            f"{each.tokens}",
+            f"{each.ours_mpx_s:.1f}",
+            f"{each.transformers_mpx_s:.1f}",
+            f"{each.ratio:.1f}",
+            f"{each.decoding_ms:.2f}",
+            f"{each.header_ms:.3f}",
+        )
     console.print(table)
 
 

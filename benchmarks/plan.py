@@ -42,21 +42,41 @@ TARGET = 0.1
 LENGTH = 512  # tokens of every sequence
 
 DENSE = ModelConfig(
-    num_layers=10, hidden_size=768, ffn_hidden_size=2_048, num_attention_heads=12, num_query_groups=4, head_dim=64,
-    vocab_size=32_000, max_position_embeddings=2_048,
-)  # fmt: skip
+    num_layers=10,
+    hidden_size=768,
+    ffn_hidden_size=2_048,
+    num_attention_heads=12,
+    num_query_groups=4,
+    head_dim=64,
+    vocab_size=32_000,
+    max_position_embeddings=2_048,
+)
 EXPERTS = replace(
-    DENSE, num_layers=6, hidden_size=640, num_attention_heads=10, num_query_groups=2, qk_norm=True,
+    DENSE,
+    num_layers=6,
+    hidden_size=640,
+    num_attention_heads=10,
+    num_query_groups=2,
+    qk_norm=True,
     moe=MoeConfig(num_experts=8, top_k=2, ffn_hidden_size=512),
-)  # fmt: skip
+)
 LATENT = replace(
-    EXPERTS, num_attention_heads=8, num_query_groups=8, head_dim=96, qk_norm=False,
+    EXPERTS,
+    num_attention_heads=8,
+    num_query_groups=8,
+    head_dim=96,
+    qk_norm=False,
     mla=MlaConfig(q_lora_rank=384, kv_lora_rank=128, qk_nope_head_dim=64, qk_rope_head_dim=32, v_head_dim=64),
     moe=MoeConfig(
-        num_experts=8, top_k=2, ffn_hidden_size=512, dense_layers=[0], shared_ffn_hidden_size=512,
-        score=RouterScore.sigmoid, expert_bias=True,
+        num_experts=8,
+        top_k=2,
+        ffn_hidden_size=512,
+        dense_layers=[0],
+        shared_ffn_hidden_size=512,
+        score=RouterScore.sigmoid,
+        expert_bias=True,
     ),
-)  # fmt: skip
+)
 TIED = replace(DENSE, num_layers=12, tie_output=True, qkv_bias=True, vocab_size=64_000)
 
 
@@ -84,8 +104,15 @@ CASES = (
     Case(name="dense, float32, full", model=DENSE, precision=Precision.float32, recompute=Recompute.full),
     Case(name="dense, tp=2", model=DENSE, world_size=2, layout="tp=2"),
     Case(name="dense, pp=2", model=DENSE, world_size=2, layout="pp=2", microbatches=3),
-    Case(name="dense, pp=2, float32, full", model=DENSE, world_size=2, layout="pp=2", microbatches=3,
-         precision=Precision.float32, recompute=Recompute.full),
+    Case(
+        name="dense, pp=2, float32, full",
+        model=DENSE,
+        world_size=2,
+        layout="pp=2",
+        microbatches=3,
+        precision=Precision.float32,
+        recompute=Recompute.full,
+    ),
     Case(name="dense, cp=2", model=DENSE, world_size=2, layout="cp=2", tokens=4_096),
     Case(name="dense, dp=2", model=DENSE, world_size=2),
     Case(name="critic", model=DENSE, head=Head.value),
@@ -94,7 +121,7 @@ CASES = (
     Case(name="experts, ep=2", model=EXPERTS, world_size=2, layout="ep=2"),
     Case(name="experts, float32, full", model=EXPERTS, precision=Precision.float32, recompute=Recompute.full),
     Case(name="latent attention", model=LATENT),
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,9 +151,13 @@ def loss(inputs: LossInputs) -> LossSums:
 
 def engine_config(case: Case) -> EngineConfig:
     return EngineConfig(
-        device=Device.cpu, precision=case.precision, layer_spec=LayerSpec.local, recompute=case.recompute,
-        microbatch_tokens=case.tokens, optim=OptimizerConfig(lr=1e-5),
-    )  # fmt: skip
+        device=Device.cpu,
+        precision=case.precision,
+        layer_spec=LayerSpec.local,
+        recompute=case.recompute,
+        microbatch_tokens=case.tokens,
+        optim=OptimizerConfig(lr=1e-5),
+    )
 
 
 def batch_of(model: ModelConfig, num_sequences: int, length: int = LENGTH) -> tuple[TrainBatch, Denominators]:

@@ -138,9 +138,14 @@ def main() -> int:
         )
     length = OPENING + given.turns * (ADDED + RESPONSE)
     rollout = RolloutConfig(
-        device=Device.cpu, dtype=Precision.float32, enforce_eager=True, kv_cache_memory_bytes=1 << 30,
-        max_prompt_length=length, max_response_length=RESPONSE, max_num_seqs=SEATS,
-    )  # fmt: skip
+        device=Device.cpu,
+        dtype=Precision.float32,
+        enforce_eager=True,
+        kv_cache_memory_bytes=1 << 30,
+        max_prompt_length=length,
+        max_response_length=RESPONSE,
+        max_num_seqs=SEATS,
+    )
     cores = usable_cores()
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as name:

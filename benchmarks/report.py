@@ -46,12 +46,19 @@ def rollouts(step: int, noise: Random) -> list[dict[str, object]]:
         score = noise.random()
         rows.append(
             {
-                "step": step, "data_source": "mathematics", "prompt_id": f"p{step}.{k // 8}",
+                "step": step,
+                "data_source": "mathematics",
+                "prompt_id": f"p{step}.{k // 8}",
                 "prompt": f"Question {step}.{k // 8}: " + "how many are there? " * 20,
-                "response": "and so it follows, " * noise.randrange(5, 316), "score": score, "correct": score > 0.5,
-                "ground_truth": str(k), "num_tokens": noise.randrange(20, 1500), "finish": "stop", "error": None,
+                "response": "and so it follows, " * noise.randrange(5, 316),
+                "score": score,
+                "correct": score > 0.5,
+                "ground_truth": str(k),
+                "num_tokens": noise.randrange(20, 1500),
+                "finish": "stop",
+                "error": None,
             }
-        )  # fmt: skip
+        )
     return rows
 
 

@@ -140,8 +140,14 @@ def main() -> int:
     for each in results:
         ranks, figures = f"{each.ranks[0]} to {each.ranks[1]}", (each.between_gb, each.over_bound)
         times = (each.seconds, each.floor_s, each.planning_s)
-        lines.add_row(each.recipe, ranks, str(each.rounds), f"{figures[0]:.1f}", f"{figures[1]:.2f}",
-                      *(f"{second:.2f}" for second in times))  # fmt: skip
+        lines.add_row(
+            each.recipe,
+            ranks,
+            str(each.rounds),
+            f"{figures[0]:.1f}",
+            f"{figures[1]:.2f}",
+            *(f"{second:.2f}" for second in times),
+        )
     Console().print(lines)
     if arguments.json is not None:
         arguments.json.write_text(json.dumps([asdict(each) for each in results], indent=2) + "\n")

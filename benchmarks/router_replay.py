@@ -39,9 +39,16 @@ from mcore_rl.training.engine import Engine
 
 LONGEST, SEQUENCES = 256, 8
 MODEL = ModelConfig(
-    num_layers=4, hidden_size=256, ffn_hidden_size=512, num_attention_heads=4, num_query_groups=2, head_dim=64,
-    vocab_size=4096, max_position_embeddings=LONGEST, moe=MoeConfig(num_experts=32, top_k=4, ffn_hidden_size=96),
-)  # fmt: skip
+    num_layers=4,
+    hidden_size=256,
+    ffn_hidden_size=512,
+    num_attention_heads=4,
+    num_query_groups=2,
+    head_dim=64,
+    vocab_size=4096,
+    max_position_embeddings=LONGEST,
+    moe=MoeConfig(num_experts=32, top_k=4, ffn_hidden_size=96),
+)
 QWEN3_30B = replace(MODEL, num_layers=48, moe=MoeConfig(num_experts=128, top_k=8, ffn_hidden_size=768))
 MOST, MOST_CHECK_S = 0.05, 0.02
 
@@ -93,9 +100,14 @@ def check_s(rounds: int) -> float:
     experts = np.tile(few, (32, 1, 1))[:-1].astype(np.uint8)
     tokens = np.zeros(len(experts) + 1 - 100, dtype=np.int32)
     sample = Sample(
-        prompt_id="p", index=0, tokens=tokens, logprobs=np.zeros(len(tokens), dtype=np.float32), versions=(),
-        finish=FinishReason.stop, experts=experts,
-    )  # fmt: skip
+        prompt_id="p",
+        index=0,
+        tokens=tokens,
+        logprobs=np.zeros(len(tokens), dtype=np.float32),
+        versions=(),
+        finish=FinishReason.stop,
+        experts=experts,
+    )
     return statistics.median(seconds(lambda: checked_routes(sample, 100, QWEN3_30B)) for _ in range(rounds))
 
 

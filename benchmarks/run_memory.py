@@ -36,19 +36,28 @@ TARGET = 0.1
 PERIOD_S = 0.25
 KINDS = ("trainers", "engines", "others")
 SIZES = {
-    "hidden_size": 768, "num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 64, "vocab_size": 32_000,
-    "max_position_embeddings": 2_048, "tie_word_embeddings": False,
-}  # fmt: skip
+    "hidden_size": 768,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "vocab_size": 32_000,
+    "max_position_embeddings": 2_048,
+    "tie_word_embeddings": False,
+}
 CASES = {
     "dense, tp=2": ("dense", "actor.parallel.tp=2"),
     "dense, dp=2": ("dense",),
     "dense, pp=2, reference": ("dense", "actor.parallel.pp=2", "actor.use_kl_loss=true"),
     "dense, critic": (
-        "dense", "actor.parallel.tp=2", "critic.parallel.tp=2", "algorithm.adv_estimator=gae",
-        "critic.microbatch_tokens=2048", "critic.layer_spec=local",
+        "dense",
+        "actor.parallel.tp=2",
+        "critic.parallel.tp=2",
+        "algorithm.adv_estimator=gae",
+        "critic.microbatch_tokens=2048",
+        "critic.layer_spec=local",
     ),
     "experts, ep=2": ("experts", "actor.parallel.ep=2"),
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,15 +104,31 @@ def write_models(folder: Path) -> None:
 def command(folder: Path, run: Path, model: str, *overrides: str) -> list[str]:
     """Of a run of ``model``."""
     return [
-        str(Path(sys.executable).with_name("mcore-rl")), "train", f"model.path={folder / model}",
-        f"data.train_files=[{folder / 'data' / 'train.parquet'}]", f"trainer.default_local_dir={run}",
-        "data.train_batch_size=8", "rollout.n=8", "data.max_prompt_length=64", "data.max_response_length=128",
-        "actor.ppo_mini_batch_size=8", "actor.precision=float32", "actor.microbatch_tokens=2048",
-        "actor.layer_spec=local", "trainer.n_gpus_per_node=2", "rollout.ignore_eos=true",
-        "rollout.kv_cache_memory_bytes=268435456", "rollout.max_num_seqs=64", "trainer.val_before_train=false",
-        "trainer.test_freq=0", "trainer.save_freq=0", "trainer.total_training_steps=2", "trainer.resume_mode=off",
-        "trainer.logger=[]", *overrides,
-    ]  # fmt: skip
+        str(Path(sys.executable).with_name("mcore-rl")),
+        "train",
+        f"model.path={folder / model}",
+        f"data.train_files=[{folder / 'data' / 'train.parquet'}]",
+        f"trainer.default_local_dir={run}",
+        "data.train_batch_size=8",
+        "rollout.n=8",
+        "data.max_prompt_length=64",
+        "data.max_response_length=128",
+        "actor.ppo_mini_batch_size=8",
+        "actor.precision=float32",
+        "actor.microbatch_tokens=2048",
+        "actor.layer_spec=local",
+        "trainer.n_gpus_per_node=2",
+        "rollout.ignore_eos=true",
+        "rollout.kv_cache_memory_bytes=268435456",
+        "rollout.max_num_seqs=64",
+        "trainer.val_before_train=false",
+        "trainer.test_freq=0",
+        "trainer.save_freq=0",
+        "trainer.total_training_steps=2",
+        "trainer.resume_mode=off",
+        "trainer.logger=[]",
+        *overrides,
+    ]
 
 
 def sizes(process: psutil.Process) -> dict[str, int]:

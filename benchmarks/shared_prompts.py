@@ -37,9 +37,15 @@ from mcore_rl.training.engine import Engine
 PROMPTS, BUDGET = 2, 65_536
 LENGTHS = ((512, 32), (512, 128), (256, 256), (128, 512), (32, 512))  # tokens of a prompt, and of an answer
 MODEL = ModelConfig(
-    num_layers=4, hidden_size=128, ffn_hidden_size=384, num_attention_heads=4, num_query_groups=2, head_dim=32,
-    vocab_size=1024, max_position_embeddings=1024,
-)  # fmt: skip
+    num_layers=4,
+    hidden_size=128,
+    ffn_hidden_size=384,
+    num_attention_heads=4,
+    num_query_groups=2,
+    head_dim=32,
+    vocab_size=1024,
+    max_position_embeddings=1024,
+)
 
 
 @dataclass(frozen=True)
@@ -85,9 +91,12 @@ def ratios(rank: Rank, samples: int, rounds: int) -> list[Ratio]:
     rank.init_process_group(platform)
     groups = init_groups(Layout.of(ParallelConfig(), 1), platform, device_of(platform, 0), seed=1)
     settings = EngineConfig(
-        device=Device.cpu, precision=Precision.float32, microbatch_tokens=BUDGET, share_prompts=SharePrompts.auto,
+        device=Device.cpu,
+        precision=Precision.float32,
+        microbatch_tokens=BUDGET,
+        share_prompts=SharePrompts.auto,
         optim=OptimizerConfig(lr=0.0),
-    )  # fmt: skip
+    )
     engine = Engine("actor", MODEL, ParallelConfig(), settings, groups, platform)
     return [_ratio(engine, prompt, answer, samples, rounds) for prompt, answer in LENGTHS]
 
@@ -129,9 +138,13 @@ def show(measured: Sequence[Ratio], samples: int) -> Table:
     table = Table(*heads, title=f"seconds that repeat prompts over seconds that do not, {samples} samples a prompt")
     for each in measured:
         table.add_row(
-            f"{each.prompt} : {each.answer}", f"{each.saved:.0%}", f"{each.limit:.2f}", f"{each.update:.2f}",
-            f"{each.score:.2f}", f"{each.difference:.0e}",
-        )  # fmt: skip
+            f"{each.prompt} : {each.answer}",
+            f"{each.saved:.0%}",
+            f"{each.limit:.2f}",
+            f"{each.update:.2f}",
+            f"{each.score:.2f}",
+            f"{each.difference:.0e}",
+        )
     return table
 
 

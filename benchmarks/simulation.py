@@ -57,8 +57,13 @@ H20_TFLOPS = 148  # as verl counts (utils/flops_counter.py)
 MEAN = 2_500  # of verl's run; its own is not published
 PROMPTS, RESPONSES, SEQS, LONGEST = 512, 16, 1024, 20_480
 SEPARATE_MODES = (
-    SYNC_SEPARATE, ONE_STEP_OFF, asynchronous(4, in_flight=False), asynchronous(1), asynchronous(2), asynchronous(4),
-)  # fmt: skip
+    SYNC_SEPARATE,
+    ONE_STEP_OFF,
+    asynchronous(4, in_flight=False),
+    asynchronous(1),
+    asynchronous(2),
+    asynchronous(4),
+)
 NAMES = tuple(mode.name for mode in SEPARATE_MODES)
 HEADS = ("model", "GPUs", "mode", "nodes", "step, s", "x shared", "x separate", "engines idle", "trainer idle", "stale")
 

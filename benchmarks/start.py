@@ -70,15 +70,15 @@ def start(folder: Path) -> tuple[float, float]:
     """Seconds to the first line of a run, and to that of its first step."""
     (folder / "task").mkdir()
     task = write_task(folder / "task", 16)
-    words = task_overrides(
-        task, folder / "run", prompts=8, per_node=2, ep=2, precision="float32", cache_bytes=16 << 20
-    )  # fmt: skip
+    words = task_overrides(task, folder / "run", prompts=8, per_node=2, ep=2, precision="float32", cache_bytes=16 << 20)
     words = [each for each in words if not each.startswith("trainer.logger")]
     began, lines = time.perf_counter(), list[float]()
     run = subprocess.Popen(
         [*COMMAND, "train", *words, "trainer.total_training_steps=1", "trainer.save_freq=0", "trainer.test_freq=0"],
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
     processor, step = ProcessorTime(run.pid), 0.0
     assert run.stdout is not None
     for line in run.stdout:
@@ -99,8 +99,11 @@ def main() -> int:
     slowest = max(helps, key=lambda name: helps[name])
     with tempfile.TemporaryDirectory() as folder:
         line, step = start(Path(folder))
-    results = [(f"help of {slowest}, the slowest", helps[slowest], HELP_S),
-               ("first line of train", line, LINE_S), ("first step of train", step, STEP_S)]  # fmt: skip
+    results = [
+        (f"help of {slowest}, the slowest", helps[slowest], HELP_S),
+        ("first line of train", line, LINE_S),
+        ("first step of train", step, STEP_S),
+    ]
     for what, seconds, target in results:
         print(f"{what}: {seconds:.2f} s (target {target:g} s)")
     return int(any(seconds > target for _, seconds, target in results))

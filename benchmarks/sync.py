@@ -166,9 +166,16 @@ def write_model(directory: Path) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        hidden_size=1536, intermediate_size=6144, num_hidden_layers=6, num_attention_heads=12, num_key_value_heads=4,
-        head_dim=128, vocab_size=16000, max_position_embeddings=256, tie_word_embeddings=False,
-    )  # fmt: skip
+        hidden_size=1536,
+        intermediate_size=6144,
+        num_hidden_layers=6,
+        num_attention_heads=12,
+        num_key_value_heads=4,
+        head_dim=128,
+        vocab_size=16000,
+        max_position_embeddings=256,
+        tie_word_embeddings=False,
+    )
     LlamaForCausalLM(config).save_pretrained(directory)
 
 
@@ -214,12 +221,14 @@ def train(rank: Rank, directory: Path, training: str, rollout: str, transport: T
         reset_peak_memory(platform)
         cpu_before = time.process_time()
         published = publisher.publish(version)
-        measured.append({
-            "gigabytes": published.num_bytes / 1e9,
-            "over_bound": published.bytes_over_bound,
-            "extra": memory(platform).peak_bytes - at_first,
-            "cpu": time.process_time() - cpu_before,
-        })  # fmt: skip
+        measured.append(
+            {
+                "gigabytes": published.num_bytes / 1e9,
+                "over_bound": published.bytes_over_bound,
+                "extra": memory(platform).peak_bytes - at_first,
+                "cpu": time.process_time() - cpu_before,
+            }
+        )
     return measured
 
 
@@ -260,9 +269,13 @@ def measure(directory: Path, training: str, rollout: str, over: str) -> list[Rou
     store = SecretStore(server.access)
     layout, platform = parse_rollout_layout(rollout), detect(Device.cpu)
     address = Address(
-        store=server.access, name="benchmark", num_trainers=NUM_TRAINERS, num_rollout=layout.world_size,
-        timeout_s=60.0, join_timeout_s=120.0,
-    )  # fmt: skip
+        store=server.access,
+        name="benchmark",
+        num_trainers=NUM_TRAINERS,
+        num_rollout=layout.world_size,
+        timeout_s=60.0,
+        join_timeout_s=120.0,
+    )
     hosts = tuple(rank % NUM_TRAINERS for rank in range(layout.world_size))
     transport: Transport = {
         "shared": SharedMemoryTransport(address=address),
@@ -274,9 +287,13 @@ def measure(directory: Path, training: str, rollout: str, over: str) -> list[Rou
         ),
     }[over]
     config = RolloutConfig(
-        tp=layout.tp, device=Device.cpu, dtype=Precision.float32, max_prompt_length=32, max_response_length=32,
+        tp=layout.tp,
+        device=Device.cpu,
+        dtype=Precision.float32,
+        max_prompt_length=32,
+        max_response_length=32,
         kv_cache_memory_bytes=1 << 26,
-    )  # fmt: skip
+    )
     with start_engine("engine", directory, config, extension=f"{Path(__file__).stem}.TimedReceiver") as engine:
         trained: list[list[dict[str, Any]]] = []
         arguments = (directory, training, rollout, transport)

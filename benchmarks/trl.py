@@ -70,11 +70,23 @@ def made(folder: Path, gsm8k: Path | None) -> tuple[dict[str, Path], Path]:
     pq.write_table(pa.Table.from_pylist(rows), whole)
     run(tools / "make_tiny_model.py", "--data", whole.parent, "--out", folder / "random")
     run(
-        "-m", "mcore_rl.cli", "sft", f"model.path={folder / 'random'}", f"data.train_files=[{whole}]",
-        "data.train_batch_size=64", "data.max_length=768", "data.truncation=right", "actor.precision=float32",
-        "actor.microbatch_tokens=8192", "actor.parallel.ep=2", "actor.optim.lr=2.0e-3", "trainer.n_gpus_per_node=2",
-        f"trainer.total_training_steps={WARM_UP}", f"trainer.default_local_dir={folder / 'sft'}", "trainer.logger=[]",
-    )  # fmt: skip
+        "-m",
+        "mcore_rl.cli",
+        "sft",
+        f"model.path={folder / 'random'}",
+        f"data.train_files=[{whole}]",
+        "data.train_batch_size=64",
+        "data.max_length=768",
+        "data.truncation=right",
+        "actor.precision=float32",
+        "actor.microbatch_tokens=8192",
+        "actor.parallel.ep=2",
+        "actor.optim.lr=2.0e-3",
+        "trainer.n_gpus_per_node=2",
+        f"trainer.total_training_steps={WARM_UP}",
+        f"trainer.default_local_dir={folder / 'sft'}",
+        "trainer.logger=[]",
+    )
     return {"natural": folder / "sft" / "hf" / "final", "equal": folder / "random"}, whole
 
 
@@ -85,17 +97,35 @@ def ours(model: Path, train: Path, lengths: str, steps: int, folder: Path) -> di
         "def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return len(solution_str) / 100\n"
     )
     run(
-        "-m", "mcore_rl.cli", "train", f"model.path={model}", f"data.train_files=[{train}]",
-        f"trainer.default_local_dir={folder / 'run'}", f"data.train_batch_size={PROMPTS}", f"rollout.n={GROUP}",
-        "data.max_prompt_length=512", f"data.max_response_length={LONGEST[lengths]}",
-        f"rollout.ignore_eos={str(lengths == 'equal').lower()}", "data.shuffle=false",
-        f"actor.ppo_mini_batch_size={PROMPTS}", "actor.precision=float32", "actor.microbatch_tokens=8192",
-        "actor.parallel.ep=2", "trainer.n_gpus_per_node=2", "rollout.kv_cache_memory_bytes=268435456",
-        f"rollout.max_num_seqs={PROMPTS * GROUP}", "trainer.val_before_train=false", "trainer.test_freq=0",
+        "-m",
+        "mcore_rl.cli",
+        "train",
+        f"model.path={model}",
+        f"data.train_files=[{train}]",
+        f"trainer.default_local_dir={folder / 'run'}",
+        f"data.train_batch_size={PROMPTS}",
+        f"rollout.n={GROUP}",
+        "data.max_prompt_length=512",
+        f"data.max_response_length={LONGEST[lengths]}",
+        f"rollout.ignore_eos={str(lengths == 'equal').lower()}",
+        "data.shuffle=false",
+        f"actor.ppo_mini_batch_size={PROMPTS}",
+        "actor.precision=float32",
+        "actor.microbatch_tokens=8192",
+        "actor.parallel.ep=2",
+        "trainer.n_gpus_per_node=2",
+        "rollout.kv_cache_memory_bytes=268435456",
+        f"rollout.max_num_seqs={PROMPTS * GROUP}",
+        "trainer.val_before_train=false",
+        "trainer.test_freq=0",
         "actor.use_kl_loss=false",
-        "trainer.save_freq=0", f"trainer.total_training_steps={steps}", "trainer.resume_mode=off",
-        "trainer.logger=[]", f"actor.optim.lr={LEARNING_RATE}", f"custom_reward_function.path={reward}",
-    )  # fmt: skip
+        "trainer.save_freq=0",
+        f"trainer.total_training_steps={steps}",
+        "trainer.resume_mode=off",
+        "trainer.logger=[]",
+        f"actor.optim.lr={LEARNING_RATE}",
+        f"custom_reward_function.path={reward}",
+    )
     lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     return {
         "seconds": [line["time/step"] for line in lines],
@@ -128,12 +158,23 @@ def theirs(model: Path, train: Path, lengths: str, steps: int, folder: Path) -> 
         return [len(completion[0]["content"]) / 100 for completion in completions]
 
     config = GRPOConfig(
-        output_dir=str(folder / "trl"), max_steps=steps, per_device_train_batch_size=PROMPTS * GROUP,
-        num_generations=GROUP, max_completion_length=LONGEST[lengths], learning_rate=LEARNING_RATE, beta=0.0,
-        bf16=False, gradient_checkpointing=False, report_to=[], save_strategy="no", logging_steps=1, use_cpu=True,
-        generation_kwargs={"min_new_tokens": LONGEST[lengths]} if lengths == "equal" else None, disable_tqdm=True,
+        output_dir=str(folder / "trl"),
+        max_steps=steps,
+        per_device_train_batch_size=PROMPTS * GROUP,
+        num_generations=GROUP,
+        max_completion_length=LONGEST[lengths],
+        learning_rate=LEARNING_RATE,
+        beta=0.0,
+        bf16=False,
+        gradient_checkpointing=False,
+        report_to=[],
+        save_strategy="no",
+        logging_steps=1,
+        use_cpu=True,
+        generation_kwargs={"min_new_tokens": LONGEST[lengths]} if lengths == "equal" else None,
+        disable_tqdm=True,
         shuffle_dataset=False,
-    )  # fmt: skip
+    )
     trainer = GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
         reward_funcs=reward,

@@ -77,9 +77,11 @@ def overview() -> argparse.ArgumentParser:
     table = "\n".join(f"  {name:<10} {about}" for name, about in COMMANDS.items())
     pages = f"mcore-rl COMMAND --help says more, and the pages in {PAGES} all."
     top = _Parser(
-        prog="mcore-rl", description=f"{ABOUT}\n\n{table}", epilog=pages,
+        prog="mcore-rl",
+        description=f"{ABOUT}\n\n{table}",
+        epilog=pages,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    )
     top.add_argument("command", choices=COMMANDS, metavar="COMMAND", help="one of these")
     top.add_argument("--version", action="version", version=f"mcore-rl {__version__}")
     return top

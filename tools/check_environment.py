@@ -31,9 +31,23 @@ CUDA_UNLESS_LABELLED = ("vllm", "torchvision", "torchaudio", "torchcodec")
 CUDA_SIZE = "about 3 GB to download and 6 GB on disk"
 
 # What a ROCm image brings and an index has only as a CUDA build, or not at all.
-ROCM_BUILDS = ("torch", "torchvision", "torchaudio", "torchcodec", "triton", "triton-rocm", "pytorch-triton-rocm",
-               "triton-kernels", "vllm", "amdsmi", "amd-aiter", "aiter", "flash-attn", "mori",
-               "transformer-engine")  # fmt: skip
+ROCM_BUILDS = (
+    "torch",
+    "torchvision",
+    "torchaudio",
+    "torchcodec",
+    "triton",
+    "triton-rocm",
+    "pytorch-triton-rocm",
+    "triton-kernels",
+    "vllm",
+    "amdsmi",
+    "amd-aiter",
+    "aiter",
+    "flash-attn",
+    "mori",
+    "transformer-engine",
+)
 
 
 def normalised(name: str) -> str:

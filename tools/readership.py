@@ -39,18 +39,38 @@ DEFINES = re.compile(r"^class \w*Config\w*\b", re.MULTILINE)
 LOOKUPS = {"getattr", "hasattr", "setattr", "get", "pop", "getattr_iter"}
 # Shared by all models, in transformers.
 TRANSFORMERS = (
-    "configuration_utils.py", "modeling_utils.py", "modeling_rope_utils.py", "masking_utils.py", "modeling_layers.py",
-    "cache_utils.py", "modeling_flash_attention_utils.py", "integrations/*attention*.py", "integrations/moe.py",
-    "integrations/heterogeneity/*.py", "generation/utils.py", "generation/configuration_utils.py", "utils/generic.py",
-    "dynamic_module_utils.py", "models/auto/*factory.py", "models/auto/configuration_auto.py",
-)  # fmt: skip
+    "configuration_utils.py",
+    "modeling_utils.py",
+    "modeling_rope_utils.py",
+    "masking_utils.py",
+    "modeling_layers.py",
+    "cache_utils.py",
+    "modeling_flash_attention_utils.py",
+    "integrations/*attention*.py",
+    "integrations/moe.py",
+    "integrations/heterogeneity/*.py",
+    "generation/utils.py",
+    "generation/configuration_utils.py",
+    "utils/generic.py",
+    "dynamic_module_utils.py",
+    "models/auto/*factory.py",
+    "models/auto/configuration_auto.py",
+)
 # Likewise in vLLM, of files that mention a model's configuration.
 VLLM = (
-    "config/**/*.py", "transformers_utils/*.py", "v1/**/*.py", "engine/**/*.py", "platforms/**/*.py",
-    "distributed/*.py", "model_executor/layers/rotary_embedding/*.py", "model_executor/model_loader/*.py",
-    "model_executor/models/utils.py", "model_executor/models/interfaces*.py", "model_executor/models/adapters.py",
+    "config/**/*.py",
+    "transformers_utils/*.py",
+    "v1/**/*.py",
+    "engine/**/*.py",
+    "platforms/**/*.py",
+    "distributed/*.py",
+    "model_executor/layers/rotary_embedding/*.py",
+    "model_executor/model_loader/*.py",
+    "model_executor/models/utils.py",
+    "model_executor/models/interfaces*.py",
+    "model_executor/models/adapters.py",
     "model_executor/models/config.py",
-)  # fmt: skip
+)
 # Where the files of single models are, and layers that are given a model's whole configuration.
 VLLM_MODELS = ("vllm.model_executor.models.", "vllm.models.", "vllm.model_executor.layers.mamba.")
 MENTIONS = re.compile(r"hf_\w*config|Pre[tT]rainedConfig|rope_parameters")

@@ -39,13 +39,26 @@ SOURCES = ("antlr4-python3-runtime", "transformer-engine-torch")
 # transformer_engine/pytorch/setup.py of Transformer Engine 2.11 and 2.20, with a torch that is built for CUDA 13.
 COMPUTED = {
     "transformer-engine-torch==2.11.0": [
-        "torch>=2.1", "einops", "onnxscript", "onnx", "packaging", "pydantic", "transformer_engine_cu13==2.11.0",
+        "torch>=2.1",
+        "einops",
+        "onnxscript",
+        "onnx",
+        "packaging",
+        "pydantic",
+        "transformer_engine_cu13==2.11.0",
     ],
     "transformer-engine-torch==2.20.2": [
-        "torch>=2.1", "einops", "onnxscript", "onnx", "packaging", "pydantic", "nvdlfw-inspect",
-        "nvidia-cudnn-frontend>=1.29.0", "transformer_engine_cu13==2.20.2",
+        "torch>=2.1",
+        "einops",
+        "onnxscript",
+        "onnx",
+        "packaging",
+        "pydantic",
+        "nvdlfw-inspect",
+        "nvidia-cudnn-frontend>=1.29.0",
+        "transformer_engine_cu13==2.20.2",
     ],
-}  # fmt: skip
+}
 NOT_OURS = {"transformer-engine-cu12"}  # in the source distribution's own metadata, which was written beside CUDA 12
 # Recorded although the lock has it: on the CPU rung it is another build, which requires other things.
 OTHER_BUILD = {"torch"}
@@ -79,10 +92,23 @@ def resolve(extra: str, python: str, machine: str = "x86_64") -> dict[str, str]:
         raise SystemExit("there is no uv: pip install uv")
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "resolved.txt"
-        command = [uv, "pip", "compile", "pyproject.toml", f"--extra={extra}", "--extra=dev", "--quiet", "--no-header",
-                   f"--python-version={python}", f"--python-platform={machine}-{GLIBC}", "--no-annotate",
-                   "--only-binary=:all:", *(f"--no-binary={name}" for name in SOURCES),
-                   "--constraint=constraints.txt", f"--output-file={out}"]  # fmt: skip
+        command = [
+            uv,
+            "pip",
+            "compile",
+            "pyproject.toml",
+            f"--extra={extra}",
+            "--extra=dev",
+            "--quiet",
+            "--no-header",
+            f"--python-version={python}",
+            f"--python-platform={machine}-{GLIBC}",
+            "--no-annotate",
+            "--only-binary=:all:",
+            *(f"--no-binary={name}" for name in SOURCES),
+            "--constraint=constraints.txt",
+            f"--output-file={out}",
+        ]
         run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
         if run.returncode:
             raise SystemExit(f"mcore_rl[{extra},dev] does not resolve on Python {python}, {machine}:\n{run.stderr}")
@@ -94,8 +120,20 @@ def metadata(pins: list[str]) -> list[dict[str, object]]:
     """The core metadata of ``NAME==VERSION`` each, as pip reads it from the index without installing anything."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"
-        command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--dry-run", "--quiet",
-                   "--no-deps", "--ignore-installed", "--only-binary=:all:", f"--report={report}", *pins]  # fmt: skip
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "--disable-pip-version-check",
+            "install",
+            "--dry-run",
+            "--quiet",
+            "--no-deps",
+            "--ignore-installed",
+            "--only-binary=:all:",
+            f"--report={report}",
+            *pins,
+        ]
         subprocess.run(command, check=True)
         return [item["metadata"] for item in json.loads(report.read_text())["install"]]
 

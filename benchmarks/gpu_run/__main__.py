@@ -39,9 +39,11 @@ def perform(arguments: Sequence[str]) -> int:
     building = commands.add_parser("build", help="make the kit")
     building.add_argument("kit", type=Path, help="a folder; archives in it are replaced")
     building.add_argument(
-        "--transformer-engine", type=Path, metavar="COMPILED",
+        "--transformer-engine",
+        type=Path,
+        metavar="COMPILED",
         help="what tools/build_transformer_engine.sh wrote: the kit is Transformer Engine alone",
-    )  # fmt: skip
+    )
     unpacking = commands.add_parser("unpack", help="unpack the kit")
     unpacking.add_argument("kit", type=Path)
     unpacking.add_argument("site", type=Path, help="a folder for PYTHONPATH, which must not be there yet")

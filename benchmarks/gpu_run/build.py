@@ -31,25 +31,55 @@ PLATFORMS = (
     "manylinux1_x86_64",
 )
 FOR_THE_MACHINE = (
-    "--no-deps", "--only-binary=:all:", "--python-version", PYTHON, "--implementation", "cp",
+    "--no-deps",
+    "--only-binary=:all:",
+    "--python-version",
+    PYTHON,
+    "--implementation",
+    "cp",
     *(word for platform in PLATFORMS for word in ("--platform", platform)),
-)  # fmt: skip
+)
 # No run imports them.  FlashAttention 4, DeepGEMM and qutlass need a newer torch, or other GPUs.
 PRUNED = (
-    "bin", "share", "ray/jars", "ray/rllib", "ray/cpp", "ray/dashboard/client", "ray/serve", "ray/llm", "ray/tune",
-    "vllm/vllm-rs", "vllm/benchmarks", "vllm/third_party/deep_gemm", "vllm/third_party/fmha_sm100",
-    "vllm/_flash*_C*.so", "vllm/_qutlass_C*.so", "vllm/_deepselect_C*.so", "**/*.js.map", "**/__pycache__",
-    "transformer_engine/jax", "transformer_engine/wheel_lib/*_ep*",
-)  # fmt: skip
+    "bin",
+    "share",
+    "ray/jars",
+    "ray/rllib",
+    "ray/cpp",
+    "ray/dashboard/client",
+    "ray/serve",
+    "ray/llm",
+    "ray/tune",
+    "vllm/vllm-rs",
+    "vllm/benchmarks",
+    "vllm/third_party/deep_gemm",
+    "vllm/third_party/fmha_sm100",
+    "vllm/_flash*_C*.so",
+    "vllm/_qutlass_C*.so",
+    "vllm/_deepselect_C*.so",
+    "**/*.js.map",
+    "**/__pycache__",
+    "transformer_engine/jax",
+    "transformer_engine/wheel_lib/*_ep*",
+)
 WITH_DEVICE_CODE = (
-    "vllm/_C_stable_libtorch.abi3.so", "vllm/_moe_C_stable_libtorch.abi3.so",
-    "vllm/vllm_flash_attn/_vllm_fa2_C.abi3.so", "vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so",
-)  # fmt: skip
+    "vllm/_C_stable_libtorch.abi3.so",
+    "vllm/_moe_C_stable_libtorch.abi3.so",
+    "vllm/vllm_flash_attn/_vllm_fa2_C.abi3.so",
+    "vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so",
+)
 STRIPPED = (
-    "ray/_raylet.so", "ray/core/src/ray/*/gcs_server", "ray/core/src/ray/*/raylet", "vllm/*.so",
-    "vllm/vllm_flash_attn/*.so", "llguidance/*.so", "openai_harmony/*.so", "pydantic_core/*.so",
-    "transformer_engine/wheel_lib/*.so", "transformer_engine_torch*.so",
-)  # fmt: skip
+    "ray/_raylet.so",
+    "ray/core/src/ray/*/gcs_server",
+    "ray/core/src/ray/*/raylet",
+    "vllm/*.so",
+    "vllm/vllm_flash_attn/*.so",
+    "llguidance/*.so",
+    "openai_harmony/*.so",
+    "pydantic_core/*.so",
+    "transformer_engine/wheel_lib/*.so",
+    "transformer_engine_torch*.so",
+)
 CORE = "transformer_engine/wheel_lib/libtransformer_engine.so"
 COMPILED = f"transformer_engine_torch.cpython-{PYTHON.replace('.', '')}-*.so"
 TUNED = "vllm/model_executor/layers/**/configs/*.json"  # launch parameters of kernels, one file a GPU

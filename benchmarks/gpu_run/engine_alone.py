@@ -24,13 +24,21 @@ PROMPTS, PROMPT_TOKENS, RESPONSE_TOKENS = 64, 40, 128
 TINY_PROMPTS, TINY_RESPONSE_TOKENS = 8, 16
 # Qwen2.5-0.5B's sizes, and the smallest that the CPU's kernels take.
 SIZES = dict(
-    hidden_size=896, intermediate_size=4_864, num_attention_heads=14, num_key_value_heads=2, num_hidden_layers=24,
+    hidden_size=896,
+    intermediate_size=4_864,
+    num_attention_heads=14,
+    num_key_value_heads=2,
+    num_hidden_layers=24,
     vocab_size=151_936,
-)  # fmt: skip
+)
 TINY_SIZES = dict(
-    hidden_size=64, intermediate_size=96, num_attention_heads=2, num_key_value_heads=1, num_hidden_layers=2,
+    hidden_size=64,
+    intermediate_size=96,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    num_hidden_layers=2,
     vocab_size=1_024,
-)  # fmt: skip
+)
 GRAPHS = {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}, "enforce_eager": False}
 
 
@@ -95,8 +103,12 @@ def drawn(llm: LLM, tiny: bool) -> tuple[list[tuple[int, ...]], float]:
     prompts = [[(7 * i + j) % 1_000 + 5 for j in range(PROMPT_TOKENS)] for i in range(count)]
     params = SamplingParams(
         max_tokens=TINY_RESPONSE_TOKENS if tiny else RESPONSE_TOKENS,
-        temperature=1.0, seed=1, logprobs=0, detokenize=False, ignore_eos=True,
-    )  # fmt: skip
+        temperature=1.0,
+        seed=1,
+        logprobs=0,
+        detokenize=False,
+        ignore_eos=True,
+    )
     begun = time.monotonic()
     outputs = llm.generate(list(map(tokens_input, prompts)), params, use_tqdm=False)
     return [tuple(output.outputs[0].token_ids) for output in outputs], time.monotonic() - begun
@@ -113,9 +125,12 @@ def sleep_and_wake(bench: Bench, llm: LLM, first: list[tuple[int, ...]]) -> Fact
         taken = (asleep.total_bytes - asleep.free_bytes) / GIB
         freed = (asleep.free_bytes - before) / GIB
         yield Fact(
-            what=f"sleep at level {level} frees", value=freed, unit="GiB",
-            beside=f"in {seconds:.2f} s; {taken:.2f} GiB of the device stay taken", ok=freed > 0,
-        )  # fmt: skip
+            what=f"sleep at level {level} frees",
+            value=freed,
+            unit="GiB",
+            beside=f"in {seconds:.2f} s; {taken:.2f} GiB of the device stay taken",
+            ok=freed > 0,
+        )
         begun = time.monotonic()
         llm.wake_up(["weights"])
         llm.wake_up(["kv_cache"])
@@ -132,8 +147,12 @@ def write_config(directory: Path, tiny: bool) -> Path:
 
     config = Qwen2Config(
         **(TINY_SIZES if tiny else SIZES),
-        architectures=["Qwen2ForCausalLM"], max_position_embeddings=1_024, tie_word_embeddings=True, dtype="bfloat16",
-        bos_token_id=1, eos_token_id=2,
-    )  # fmt: skip
+        architectures=["Qwen2ForCausalLM"],
+        max_position_embeddings=1_024,
+        tie_word_embeddings=True,
+        dtype="bfloat16",
+        bos_token_id=1,
+        eos_token_id=2,
+    )
     config.save_pretrained(directory)
     return directory

@@ -15,12 +15,41 @@ ROOT = Path(__file__).parents[2]
 CONSTRAINTS = ROOT / "constraints.txt"
 PYTHON = "3.12"
 LACKING = (
-    "annotated-types", "antlr4-python3-runtime", "apache-tvm-ffi", "cachetools", "cbor2", "compressed-tensors",
-    "distro", "fastapi", "hydra-core", "jiter", "jsonschema", "jsonschema-specifications", "latex2sympy2-extended",
-    "llguidance", "loguru", "math-verify", "megatron-core", "msgspec", "omegaconf", "openai", "oss-harmony",
-    "partial-json-parser", "pybase64", "pydantic", "pydantic-core", "pyzmq", "ray", "referencing", "rpds-py",
-    "sniffio", "starlette", "typing-inspection", "vllm", "xgrammar",
-)  # fmt: skip
+    "annotated-types",
+    "antlr4-python3-runtime",
+    "apache-tvm-ffi",
+    "cachetools",
+    "cbor2",
+    "compressed-tensors",
+    "distro",
+    "fastapi",
+    "hydra-core",
+    "jiter",
+    "jsonschema",
+    "jsonschema-specifications",
+    "latex2sympy2-extended",
+    "llguidance",
+    "loguru",
+    "math-verify",
+    "megatron-core",
+    "msgspec",
+    "omegaconf",
+    "openai",
+    "oss-harmony",
+    "partial-json-parser",
+    "pybase64",
+    "pydantic",
+    "pydantic-core",
+    "pyzmq",
+    "ray",
+    "referencing",
+    "rpds-py",
+    "sniffio",
+    "starlette",
+    "typing-inspection",
+    "vllm",
+    "xgrammar",
+)
 LEFT_OUT = ("wandb",)  # a logger, which no run of the kit has, and half as large as the kit
 SOURCE_ONLY = ("antlr4-python3-runtime",)  # PyPI has no wheel of it
 TRANSFORMER_ENGINE = ("transformer-engine", "transformer-engine-cu13")  # a kit of its own: its third part is compiled

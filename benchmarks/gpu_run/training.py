@@ -28,9 +28,12 @@ SFT_STEPS, GRPO_STEPS = 64, 20
 TINY_SFT_STEPS, TINY_GRPO_STEPS = 8, 3
 FALLS = 0.95  # of the first loss, where there are enough steps to learn
 ADAPTERS = (
-    "rollout.lora=adapter", "actor.lora.rank=8", "actor.lora.alpha=32",
-    "actor.lora.target_modules=[q_proj,k_proj,v_proj,o_proj]", "actor.optim.lr=1e-2",
-)  # fmt: skip
+    "rollout.lora=adapter",
+    "actor.lora.rank=8",
+    "actor.lora.alpha=32",
+    "actor.lora.target_modules=[q_proj,k_proj,v_proj,o_proj]",
+    "actor.optim.lr=1e-2",
+)
 
 
 # ---- the sections ----
@@ -61,9 +64,12 @@ def grpo(bench: Bench) -> Facts:
     trained = bench.folder / "sft" / "hf" / "final"
     model = "sft/hf/final" if trained.is_dir() else "model"
     words = [
-        "train", "recipe=arithmetic_grpo", *on_one_device(bench, model, steps), *of_engine(bench),
+        "train",
+        "recipe=arithmetic_grpo",
+        *on_one_device(bench, model, steps),
+        *of_engine(bench),
         "trainer.save_freq=0",
-    ]  # fmt: skip
+    ]
     if bench.tiny:
         words += ["data.train_batch_size=4", "actor.ppo_mini_batch_size=4"]
     with device_watched(bench) as watch:
@@ -156,13 +162,17 @@ def facts_of(bench: Bench, run: WatchedRun, watch: DeviceWatch, directory: Path,
     worst = max(float(each["rollout/logprob_diff_mean"]) for each in run.metrics)
     largest = max(float(each["rollout/logprob_diff_max"]) for each in run.metrics)
     yield Fact(
-        what="log-probs, sampler to trainer, mean of the worst step", value=worst, unit="nats",
+        what="log-probs, sampler to trainer, mean of the worst step",
+        value=worst,
+        unit="nats",
         beside=f"at most {MAX_DIFFERENCE[run.precision]:g} in {run.precision}; largest of a token {largest:.1e}",
-    )  # fmt: skip
+    )
     yield from seconds_of_phases(run.metrics)
     for key, unit in (
-        ("perf/generated_tokens_per_s", "tokens/s"), ("perf/trained_tokens_per_s", "tokens/s"), ("perf/mfu", ""),
-    ):  # fmt: skip
+        ("perf/generated_tokens_per_s", "tokens/s"),
+        ("perf/trained_tokens_per_s", "tokens/s"),
+        ("perf/mfu", ""),
+    ):
         if values := [float(each[key]) for each in run.metrics[1:] or run.metrics if each.get(key) is not None]:
             yield Fact(what=key, value=statistics.median(values), unit=unit, beside="median without the first step")
     yield from memory_against_plan(bench, run, watch, directory / "plan.json")

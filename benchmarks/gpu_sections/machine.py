@@ -66,8 +66,9 @@ def rates(bench: Bench) -> Facts:
     seconds = bench.seconds(lambda: target.copy_(source))
     sheet = data_sheet_rates(bench.platform.device_name)
     beside = "" if sheet is None else f"data sheet: {sheet[0]:g}"
-    yield Fact(what="copy on the device, read and written", value=2 * source.nbytes / seconds / GB, unit="GB/s",
-               beside=beside)  # fmt: skip
+    yield Fact(
+        what="copy on the device, read and written", value=2 * source.nbytes / seconds / GB, unit="GB/s", beside=beside
+    )
 
 
 def gated(x: Tensor) -> Tensor:

@@ -20,8 +20,16 @@ from mcore_rl.parallel.device import memory
 
 # 450M parameters: 6 GB that move, in blocks of gigabytes as those of a large model's rank.
 LARGE = replace(MODEL, hidden_size=1_280, ffn_hidden_size=5_120, num_attention_heads=20, vocab_size=64_000)
-TINY = replace(MODEL, num_layers=2, hidden_size=64, ffn_hidden_size=128, num_attention_heads=4, num_query_groups=2,
-               head_dim=16, vocab_size=512)  # fmt: skip
+TINY = replace(
+    MODEL,
+    num_layers=2,
+    hidden_size=64,
+    ffn_hidden_size=128,
+    num_attention_heads=4,
+    num_query_groups=2,
+    head_dim=16,
+    vocab_size=512,
+)
 REPETITIONS = 3
 
 

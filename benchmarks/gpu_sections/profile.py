@@ -34,8 +34,20 @@ KINDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (
         "matmul",
         (
-            "gemm", "nvjet", "xmma", "cijk_", "gemv", "splitk", "cublas", "hipblas", "grouped_mm", "cutlass",
-            r"aten::(add|b|badd)?mm\b", "aten::linear", "aten::dot", "custom_kernel_mfma",
+            "gemm",
+            "nvjet",
+            "xmma",
+            "cijk_",
+            "gemv",
+            "splitk",
+            "cublas",
+            "hipblas",
+            "grouped_mm",
+            "cutlass",
+            r"aten::(add|b|badd)?mm\b",
+            "aten::linear",
+            "aten::dot",
+            "custom_kernel_mfma",
         ),
     ),
     ("norm", ("rms_?norm", "layer_?norm", "rowwisemoments", "gammabeta", "rsqrt")),
@@ -45,15 +57,32 @@ KINDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (
         "indexing and sorting",
         (
-            "index", "gather", "scatter", "sort", "radix", "topk", "nonzero", "flag_kernel", "calc_block_sums",
-            "compute_agg", "write_fill_value", "devicescan", "kernel_scan", "scan_kernel",
-            "compute_grad_weight", "cumsum", "embedding", "permute_kernel",
-            "searchsorted", "bucketize", "masked_select",
+            "index",
+            "gather",
+            "scatter",
+            "sort",
+            "radix",
+            "topk",
+            "nonzero",
+            "flag_kernel",
+            "calc_block_sums",
+            "compute_agg",
+            "write_fill_value",
+            "devicescan",
+            "kernel_scan",
+            "scan_kernel",
+            "compute_grad_weight",
+            "cumsum",
+            "embedding",
+            "permute_kernel",
+            "searchsorted",
+            "bucketize",
+            "masked_select",
         ),
     ),
     ("copy", ("memcpy", "memset", "copy", "catarray", "aten::cat", "fill", "aten::to", "clone", "transpose", "zero_")),
     ("elementwise", ("elementwise", "pointwise", "reduce_kernel", "aten::(add|mul|sub|div|silu|sigmoid)")),
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True)
@@ -147,10 +176,12 @@ def of_runs(case: str, runs: list[Run], wall_s: float, plain_s: float) -> Facts:
     """A row for each kind, longest first, after the whole."""
     total = sum(run.busy_us for run in runs)
     yield Fact(
-        what=f"{case}: busy share of a step", value=100 * busy_us(runs) / 1e6 / wall_s, unit="%",
+        what=f"{case}: busy share of a step",
+        value=100 * busy_us(runs) / 1e6 / wall_s,
+        unit="%",
         beside=f"{len(runs):,} runs in {1e3 * wall_s:.1f} ms under the profiler; {1e3 * plain_s:.1f} ms without",
         ok=bool(runs),
-    )  # fmt: skip
+    )
     times, counts = defaultdict[str, float](float), Counter[str]()
     longest = defaultdict[str, Counter[str]](Counter)
     for run in runs:
@@ -162,6 +193,8 @@ def of_runs(case: str, runs: list[Run], wall_s: float, plain_s: float) -> Facts:
         name, of_name = longest[kind].most_common(1)[0]
         share = 100 * microseconds / total
         yield Fact(
-            what=f"{case}: {kind}", value=microseconds / 1e3, unit="ms",
+            what=f"{case}: {kind}",
+            value=microseconds / 1e3,
+            unit="ms",
             beside=f"{share:.1f} %, {counts[kind]:,} runs; most in {name[:80]}, {of_name / 1e3:.2f} ms",
-        )  # fmt: skip
+        )

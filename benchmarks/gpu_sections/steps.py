@@ -54,10 +54,12 @@ def of_layers(bench: Bench, name: str, recompute: Recompute, layer_spec: LayerSp
     tokens, case = sum(size.lengths), layer_spec.value
     total, active = (count / 1e6 for count in (train_steps.num_parameters(size.model), matmul_parameters(size.model)))
     yield Fact(
-        what=f"{case}: a step of {len(size.lengths)} sequences, {tokens:,} tokens", value=trained.step_s, unit="s",
+        what=f"{case}: a step of {len(size.lengths)} sequences, {tokens:,} tokens",
+        value=trained.step_s,
+        unit="s",
         beside=f"{total:.4g}M parameters, {active:.4g}M a token; {tokens / trained.step_s:,.0f} tokens/s; "
         f"the first took {trained.first_s:.1f} s",
-    )  # fmt: skip
+    )
     rate = train_flops(size.model, size.lengths) / 1e12 / trained.step_s
     peak = peak_tflops(bench.platform.device_name, Precision.bfloat16)
     yield Fact(what=f"{case}: model operations", value=rate, unit="TFLOP/s", beside="without repeated and useless work")
@@ -70,9 +72,11 @@ def of_layers(bench: Bench, name: str, recompute: Recompute, layer_spec: LayerSp
     yield from of_memory(bench, size, recompute, layer_spec, trained)
     for direction, seconds in (("to the host", trained.out_s), ("back", trained.back_s)):
         yield Fact(
-            what=f"{case}: all state {direction}", value=seconds, unit="s",
+            what=f"{case}: all state {direction}",
+            value=seconds,
+            unit="s",
             beside=f"{trained.moved_bytes / GB:.1f} GB, of which gradients are dropped; host memory was new",
-        )  # fmt: skip
+        )
 
 
 def of_memory(
@@ -101,9 +105,11 @@ def of_memory(
     yield against_plan(f"{case}: memory, peak", trained.peak_bytes, sum(planned.values()))
     unused = 1 - trained.peak_bytes / trained.reserved_bytes
     yield Fact(
-        what=f"{case}: reserved and not in use at the peak", value=100 * unused, unit="%",
+        what=f"{case}: reserved and not in use at the peak",
+        value=100 * unused,
+        unit="%",
         beside=f"planner: {100 * FRAGMENTATION:.0f}",
-    )  # fmt: skip
+    )
 
 
 def against_plan(what: str, measured: int, planned: int) -> Fact:

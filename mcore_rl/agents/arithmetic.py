@@ -11,8 +11,13 @@ from typing import Any
 
 Operators = Mapping[type[ast.operator], Callable[[Fraction, Fraction], Any]]
 OPERATORS: Operators = {
-    ast.Add: add, ast.Sub: sub, ast.Mult: mul, ast.Div: truediv, ast.FloorDiv: floordiv, ast.Mod: mod,
-}  # fmt: skip
+    ast.Add: add,
+    ast.Sub: sub,
+    ast.Mult: mul,
+    ast.Div: truediv,
+    ast.FloorDiv: floordiv,
+    ast.Mod: mod,
+}
 MAX_LENGTH = 500  # characters of an expression
 MAX_POWER = 1000
 MAX_BITS = 4096  # of a numerator or denominator

@@ -111,9 +111,16 @@ class Conversations:
     """
 
     def __init__(
-        self, parts: SessionParts, source: SampleSource, row: PromptRow, prompt_id: str, group: int, index: int,
-        sampling: Sampling, max_prompt_tokens: int,
-    ) -> None:  # fmt: skip
+        self,
+        parts: SessionParts,
+        source: SampleSource,
+        row: PromptRow,
+        prompt_id: str,
+        group: int,
+        index: int,
+        sampling: Sampling,
+        max_prompt_tokens: int,
+    ) -> None:
         self._parts = parts
         self._source = source
         self.sampling = sampling
@@ -160,10 +167,14 @@ class Conversations:
         prompt, begins = rendered or (self._opened(messages, tools), self._beginning(keys, messages))
         context = self._fitting(
             Context(
-                parent=None, before=prompt, tokens=tuple(prompt.tokens.tolist()), begins=begins,
-                messages=tuple(messages), key=keys[-1],
+                parent=None,
+                before=prompt,
+                tokens=tuple(prompt.tokens.tolist()),
+                begins=begins,
+                messages=tuple(messages),
+                key=keys[-1],
             )
-        )  # fmt: skip
+        )
         self._prompts[keys[-1]] = prompt, begins  # of those that fit alone: others may come without end
         return context
 
@@ -263,14 +274,23 @@ class Conversations:
         if end is FinishReason.stop and line and line[-1].end is FinishReason.length:
             end = FinishReason.length
         return Episode(
-            row=row, prompt_id=self.prompt_id, group=self._group, index=self.index, part=part,
-            segments=tuple(segments), end=end,
+            row=row,
+            prompt_id=self.prompt_id,
+            group=self._group,
+            index=self.index,
+            part=part,
+            segments=tuple(segments),
+            end=end,
             agent=AgentCounts(
-                reason=reason, turns=len(own), begins=begins,
-                calls=0 if part else self.num_calls, failed_calls=0 if part else self.num_failed,
-                tool_s=0.0 if part else self.seconds, cached_tokens=sum(turn.cached_tokens for turn in own),
+                reason=reason,
+                turns=len(own),
+                begins=begins,
+                calls=0 if part else self.num_calls,
+                failed_calls=0 if part else self.num_failed,
+                tool_s=0.0 if part else self.seconds,
+                cached_tokens=sum(turn.cached_tokens for turn in own),
             ),
-        )  # fmt: skip
+        )
 
     def _beginning(self, keys: Sequence[bytes], messages: Sequence[Mapping[str, Any]]) -> str:
         """How a conversation begins that continues none that is known."""
@@ -327,9 +347,7 @@ class Conversations:
     def _root(self, tokens: tuple[int, ...], text: str) -> Context:
         begins = SEPARATE if self._num_asked else FIRST
         said = ({"role": "user", "content": text},)
-        return Context(
-            parent=None, before=_prompt(tokens), tokens=tokens, begins=begins, messages=said, text=text
-        )  # fmt: skip
+        return Context(parent=None, before=_prompt(tokens), tokens=tokens, begins=begins, messages=said, text=text)
 
     def _grown(self, turn: ModelTurn, added: Sequence[int], author: Author, text: str) -> Context:
         """``turn`` with tokens of ``author`` after it."""
@@ -391,12 +409,19 @@ class Conversations:
         tokens = sample.tokens.tolist()
         whole = str(self._parts.tokenizer.decode(tokens, skip_special_tokens=False))
         return ModelTurn(
-            parent=context.parent, before=context.before, segment=drawn_segment(sample),
-            tokens=(*context.tokens, *tokens), said=said, last=last,
-            end=FinishReason.length if cut and len(sample.tokens) == room else FinishReason.stop, cut=cut,
-            cached_tokens=sample.cached_tokens, begins=context.begins, messages=context.messages,
+            parent=context.parent,
+            before=context.before,
+            segment=drawn_segment(sample),
+            tokens=(*context.tokens, *tokens),
+            said=said,
+            last=last,
+            end=FinishReason.length if cut and len(sample.tokens) == room else FinishReason.stop,
+            cut=cut,
+            cached_tokens=sample.cached_tokens,
+            begins=context.begins,
+            messages=context.messages,
             text=context.text and context.text + whole,
-        )  # fmt: skip
+        )
 
 
 def _prompt(tokens: Sequence[int]) -> Segment:

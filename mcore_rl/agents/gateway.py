@@ -289,8 +289,10 @@ class Gateway:
                 self._told.add(name)
                 logger.warning(
                     "a program asks for %s: the run's own distribution is drawn from, since it is what is trained. "
-                    "Others of %s are not told", each, name,
-                )  # fmt: skip
+                    "Others of %s are not told",
+                    each,
+                    name,
+                )
 
 
 def _silent() -> logging.Logger:

@@ -245,8 +245,16 @@ def _read(path: str) -> dict[str, dict[str, Any]]:
             violations.append(Violation(KEY, path, f"server {name} has no command or url, or both", FORM))
         if unknown := sorted(fields.keys() - FIELDS):
             violations.append(Violation(KEY, path, f"server {name} has {', '.join(map(str, unknown))}", FORM))
-        kinds = {"command": str, "url": str, "cwd": str, "type": str, "args": list, "tools": list, "env": dict,
-                 "headers": dict}  # fmt: skip
+        kinds = {
+            "command": str,
+            "url": str,
+            "cwd": str,
+            "type": str,
+            "args": list,
+            "tools": list,
+            "env": dict,
+            "headers": dict,
+        }
         wrong = [
             key for key, kind in kinds.items() if fields.get(key) is not None and not isinstance(fields[key], kind)
         ]

@@ -274,9 +274,14 @@ async def _start(command: list[str], variables: dict[str, str]) -> tuple[asyncio
         pipe = asyncio.subprocess.PIPE
         guard = await asyncio.create_subprocess_exec(
             *guarded(command, reading),
-            stdin=pipe, stdout=pipe, stderr=pipe, pass_fds=[reading], env=variables, start_new_session=True,
+            stdin=pipe,
+            stdout=pipe,
+            stderr=pipe,
+            pass_fds=[reading],
+            env=variables,
+            start_new_session=True,
             limit=TAIL,
-        )  # fmt: skip
+        )
     except BaseException:
         os.close(writing)
         raise

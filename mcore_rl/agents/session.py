@@ -100,9 +100,15 @@ class Session:
     """
 
     def __init__(
-        self, parts: SessionParts, source: SampleSource, row: PromptRow, prompt_id: str, group: int, index: int,
+        self,
+        parts: SessionParts,
+        source: SampleSource,
+        row: PromptRow,
+        prompt_id: str,
+        group: int,
+        index: int,
         sampling: Sampling,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._parts = parts
         self._source = source
         self._sampling = sampling
@@ -151,9 +157,14 @@ class Session:
         before = self._tokens[-OPENING:]
         with self.waits.drawing():
             sample = await drawn(
-                self._source, self.prompt_id, self.num_turns, self._tokens, self.index,
-                replace(self._sampling, max_tokens=limit), stop,
-            )  # fmt: skip
+                self._source,
+                self.prompt_id,
+                self.num_turns,
+                self._tokens,
+                self.index,
+                replace(self._sampling, max_tokens=limit),
+                stop,
+            )
         self._keep(sample)
         if sample.finish is FinishReason.abort:
             raise EpisodeOverError(ABORTED, FinishReason.abort)
@@ -272,9 +283,14 @@ class Session:
 
 
 async def drawn(
-    source: SampleSource, prompt_id: str, turn: int, tokens: Sequence[int], index: int, sampling: Sampling,
+    source: SampleSource,
+    prompt_id: str,
+    turn: int,
+    tokens: Sequence[int],
+    index: int,
+    sampling: Sampling,
     stop: Sequence[str],
-) -> Sample:  # fmt: skip
+) -> Sample:
     """What ``source`` draws as turn ``turn`` of an episode, from 0, after ``tokens``.
 
     stop: strings that end it, besides those of ``sampling``.

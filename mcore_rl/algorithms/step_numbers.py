@@ -34,9 +34,13 @@ def finish(batch: TrainBatch, advantages_S: NDArray[np.float32] | None, numbers:
     if advantages_S is not None or batch.advantages_T is not None:
         of_response_S = None if advantages_S is None else torch.from_numpy(advantages_S)
         final_T = final_advantages(
-            batch.advantages_T, of_response_S, numbers.whitening, batch.mask_T, list(batch.lengths_S),
+            batch.advantages_T,
+            of_response_S,
+            numbers.whitening,
+            batch.mask_T,
+            list(batch.lengths_S),
             batch.teacher_advantages_T,
-        )  # fmt: skip
+        )
         batch = replace(batch, advantages_T=final_T, teacher_advantages_T=None)
     if batch.weights_T is not None and numbers.mean_weight != 1.0:
         batch = replace(batch, weights_T=batch.weights_T / numbers.mean_weight)

@@ -235,17 +235,32 @@ class _StandIn:
 
 # The classes of DCP's metadata, (module, name): each holds data and does nothing when it is made.
 METADATA_CLASSES = frozenset(
-    {("torch.distributed.checkpoint.metadata", name) for name in (
-        "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta",
-        "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
-    )}
+    {
+        ("torch.distributed.checkpoint.metadata", name)
+        for name in (
+            "BytesStorageMetadata",
+            "ChunkStorageMetadata",
+            "Metadata",
+            "MetadataIndex",
+            "StorageMeta",
+            "TensorProperties",
+            "TensorStorageMetadata",
+            "_MEM_FORMAT_ENCODING",
+        )
+    }
     | {("torch.distributed.checkpoint.filesystem", name) for name in ("_StorageInfo", "_StoragePrefix")}
-    | {("torch.distributed.checkpoint.planner", name) for name in (
-        "SavePlan", "TensorWriteData", "WriteItem", "WriteItemType",
-    )}
+    | {
+        ("torch.distributed.checkpoint.planner", name)
+        for name in (
+            "SavePlan",
+            "TensorWriteData",
+            "WriteItem",
+            "WriteItemType",
+        )
+    }
     | {("torch", "Size"), ("torch.serialization", "_get_layout"), ("builtins", "set"), ("builtins", "slice")}
     | {("collections", "OrderedDict"), ("pathlib", "PosixPath"), ("pathlib", "Path")}
-)  # fmt: skip
+)
 
 
 class _MetadataUnpickler(pickle.Unpickler):
@@ -307,8 +322,12 @@ class _TensorUnpickler(pickle.Unpickler):
             return lambda storage, offset, shape, strides, *_: (storage, offset, shape, strides, storage.dtype)
         if (module, name) == ("torch._utils", "_rebuild_tensor_v3"):
             return lambda storage, offset, shape, strides, _, hooks, dtype, *rest: (
-                storage, offset, shape, strides, dtype,
-            )  # fmt: skip
+                storage,
+                offset,
+                shape,
+                strides,
+                dtype,
+            )
         if (module, name) == ("torch._utils", "_rebuild_parameter"):
             return lambda tensor, *_: tensor
         if (module, name) == ("collections", "OrderedDict"):
@@ -424,9 +443,12 @@ class DistcpWriter:
         self.close()
         here = self.directory.incomplete
         metadata = Metadata(
-            dict(self._tensors), planner_data={}, storage_data=self._places, storage_meta=StorageMeta(),
+            dict(self._tensors),
+            planner_data={},
+            storage_data=self._places,
+            storage_meta=StorageMeta(),
             version=CURRENT_DCP_VERSION,
-        )  # fmt: skip
+        )
         backends: dict[str, Any] = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
         backends |= {"common_backend": "torch", "common_backend_version": 1}
         with self.directory.disk_errors(here / METADATA):

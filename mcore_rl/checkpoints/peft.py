@@ -70,14 +70,38 @@ PLAIN: dict[str, tuple[tuple[Any, ...], str]] = {
 # Fields that are read, and those that change how adapters are trained or begin, and not what they compute:
 # ``fan_in_fan_out`` is of GPT-2's layers, and PEFT takes it back for others.
 READ = (
-    "peft_type", "base_model_name_or_path", "r", "lora_alpha", "use_rslora", "target_modules", "exclude_modules",
-    "target_parameters", "rank_pattern", "alpha_pattern", "layers_to_transform", "layers_pattern", "init_lora_weights",
-)  # fmt: skip
+    "peft_type",
+    "base_model_name_or_path",
+    "r",
+    "lora_alpha",
+    "use_rslora",
+    "target_modules",
+    "exclude_modules",
+    "target_parameters",
+    "rank_pattern",
+    "alpha_pattern",
+    "layers_to_transform",
+    "layers_pattern",
+    "init_lora_weights",
+)
 WITHOUT_EFFECT = (
-    "task_type", "auto_mapping", "peft_version", "revision", "inference_mode", "lora_dropout", "fan_in_fan_out",
-    "megatron_core", "loftq_config", "eva_config", "corda_config", "lora_ga_config", "velora_config",
-    "qalora_group_size", "runtime_config", "ensure_weight_tying",
-)  # fmt: skip
+    "task_type",
+    "auto_mapping",
+    "peft_version",
+    "revision",
+    "inference_mode",
+    "lora_dropout",
+    "fan_in_fan_out",
+    "megatron_core",
+    "loftq_config",
+    "eva_config",
+    "corda_config",
+    "lora_ga_config",
+    "velora_config",
+    "qalora_group_size",
+    "runtime_config",
+    "ensure_weight_tying",
+)
 # First values of A and B for which PEFT changes the base, too: what it then saves belongs to that other base.
 OF_ANOTHER_BASE = ("pissa", "corda", "olora", "loftq", "lora_ga")
 
@@ -250,9 +274,10 @@ def open_peft(directory: Path, table: AdapterTable) -> PeftCheckpoint:
     ours = table.lora
     theirs = checkpoint.lora
     pairs = {
-        "r": (theirs.rank, ours.rank), "lora_alpha": (theirs.alpha, ours.alpha),
+        "r": (theirs.rank, ours.rank),
+        "lora_alpha": (theirs.alpha, ours.alpha),
         "use_rslora": (theirs.use_rslora, ours.use_rslora),
-    }  # fmt: skip
+    }
     problems = [
         f"{CONFIG}: {name}={needed}, and the run has {has}. Write the file's"
         for name, (needed, has) in pairs.items()

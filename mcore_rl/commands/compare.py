@@ -116,8 +116,13 @@ def ask(arguments: argparse.Namespace, console: Console) -> LogprobReport:
     from mcore_rl.reports.scoring import measure, report
     from mcore_rl.rollout.protocol import Sampling
 
-    sampling = Sampling(max_tokens=arguments.max_tokens, temperature=arguments.temperature, top_p=arguments.top_p,
-                        top_k=arguments.top_k, seed=arguments.seed)  # fmt: skip
+    sampling = Sampling(
+        max_tokens=arguments.max_tokens,
+        temperature=arguments.temperature,
+        top_p=arguments.top_p,
+        top_k=arguments.top_k,
+        seed=arguments.seed,
+    )
     question = Question(
         hf=arguments.hf,
         megatron=arguments.megatron,

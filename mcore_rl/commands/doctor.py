@@ -50,9 +50,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--device", default="", choices=[each.value for each in Device], help="instead of the cluster's, or auto"
     )
     parser.add_argument(
-        "--out", type=typed(OutputDirectory), default=Path("runs/doctor"), metavar="DIR",
+        "--out",
+        type=typed(OutputDirectory),
+        default=Path("runs/doctor"),
+        metavar="DIR",
         help="of doctor.json and the logs; every node must see it (default: %(default)s)",
-    )  # fmt: skip
+    )
 
 
 def run(options: argparse.Namespace) -> int:

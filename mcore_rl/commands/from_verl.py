@@ -45,8 +45,19 @@ if TYPE_CHECKING:
 LEFT_OUT = 1  # the exit code if something is
 # Programs that change nothing of what a script gives to verl.
 SILENT = {"python", "python3", "pip", "pip3", "uv", "ray", "conda", "wandb", "hf", "huggingface-cli"} | {
-    "mkdir", "rm", "cp", "mv", "ln", "touch", "chmod", "chown", "sleep", "tee", "clear", "ls",
-}  # fmt: skip
+    "mkdir",
+    "rm",
+    "cp",
+    "mv",
+    "ln",
+    "touch",
+    "chmod",
+    "chown",
+    "sleep",
+    "tee",
+    "clear",
+    "ls",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

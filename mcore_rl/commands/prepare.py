@@ -138,9 +138,13 @@ def _described(images: list[dict[str, Any]]) -> str:
 def prepare_tiny_model(options: argparse.Namespace) -> None:
     """Writes the model, and says what it is."""
     made = write_tiny_model(
-        options.out, options.data, family=options.family, vocab_size=options.vocab_size,
-        max_length=options.max_length, seed=options.seed,
-    )  # fmt: skip
+        options.out,
+        options.data,
+        family=options.family,
+        vocab_size=options.vocab_size,
+        max_length=options.max_length,
+        seed=options.seed,
+    )
     about = f"{made.config['model_type']}, {made.num_parameters / 1e6:.2f} M parameters, {made.num_tokens} tokens"
     sizes = {name: made.config[name] for name in SIZES if name in made.config}
     Console().print(f"{options.out}: {about}\n{json.dumps(sizes)}")

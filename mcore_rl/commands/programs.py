@@ -202,27 +202,48 @@ def _algorithms() -> str:
 
 _ALL = (
     Program(
-        "train", "Reinforcement learning: PPO, GRPO, RLOO and their relatives.", RunConfig, _train,
-        TRAIN, run_violations, _algorithms,
+        "train",
+        "Reinforcement learning: PPO, GRPO, RLOO and their relatives.",
+        RunConfig,
+        _train,
+        TRAIN,
+        run_violations,
+        _algorithms,
     ),
     Program("sft", "Supervised fine-tuning on conversations.", SftConfig, _sft, SFT, SftConfig.violations),
     Program(
-        "prefer", "Learning from answers of which some are preferred: DPO and its relatives.", PreferConfig, _prefer,
-        PREFER, PreferConfig.violations,
+        "prefer",
+        "Learning from answers of which some are preferred: DPO and its relatives.",
+        PreferConfig,
+        _prefer,
+        PREFER,
+        PreferConfig.violations,
     ),
     Program(
-        "reward", "Training a reward model: on pairs of answers, on numbers, or on outcomes.", RewardTrainingConfig,
-        _reward, REWARD, RewardTrainingConfig.violations,
+        "reward",
+        "Training a reward model: on pairs of answers, on numbers, or on outcomes.",
+        RewardTrainingConfig,
+        _reward,
+        REWARD,
+        RewardTrainingConfig.violations,
     ),
     Program(
-        "generate", "Responses to the prompts of parquet files.", GenerateConfig, _generate,
-        GENERATE, generate_violations,
+        "generate",
+        "Responses to the prompts of parquet files.",
+        GenerateConfig,
+        _generate,
+        GENERATE,
+        generate_violations,
     ),
     Program(
-        "evaluate", "Grades generated responses: score, accuracy, pass@k, maj@k.", EvaluateConfig, _evaluate,
-        EVALUATE, evaluate_violations,
+        "evaluate",
+        "Grades generated responses: score, accuracy, pass@k, maj@k.",
+        EvaluateConfig,
+        _evaluate,
+        EVALUATE,
+        evaluate_violations,
     ),
-)  # fmt: skip
+)
 PROGRAMS = {program.name: program for program in _ALL}
 
 

@@ -175,9 +175,16 @@ def demand_suited(
 
 
 def prove(
-    config: Mapping[str, Any], parallel: ParallelConfig, world_size: int, rollout: RolloutLayout | None,
-    hf: Path | None, console: Console, lora: PublishedLora | None = None, *, pictures: bool = False,
-) -> tuple[ProofReport, ModelConfig]:  # fmt: skip
+    config: Mapping[str, Any],
+    parallel: ParallelConfig,
+    world_size: int,
+    rollout: RolloutLayout | None,
+    hf: Path | None,
+    console: Console,
+    lora: PublishedLora | None = None,
+    *,
+    pictures: bool = False,
+) -> tuple[ProofReport, ModelConfig]:
     """The report at full and at reduced size.  Raises ConfigError where a layout does not fit."""
     family, model = demand_suited(config, parallel, world_size, rollout, pictures=pictures)
     with warnings.catch_warnings(), ExitStack() as stack:
@@ -189,10 +196,16 @@ def prove(
 
         vllm = stack.enter_context(VllmProcess())
         subject = ProofSubject(
-            config=config, family=family, parallel=parallel, world_size=world_size, rollout=rollout,
-            megatron=meta_rank, vllm=vllm.placements, adapted=lora is not None,
+            config=config,
+            family=family,
+            parallel=parallel,
+            world_size=world_size,
+            rollout=rollout,
+            megatron=meta_rank,
+            vllm=vllm.placements,
+            adapted=lora is not None,
             applied=vllm.adapter_placements if lora is PublishedLora.adapter else None,
-        )  # fmt: skip
+        )
         status = stack.enter_context(console.status("..."))
         checkpoint = open_weights(hf, pictures=pictures) if hf else None
         return prove(subject, checkpoint=checkpoint, notice=status.update), model
@@ -204,8 +217,10 @@ def mutate(name: str, arguments: argparse.Namespace, console: Console) -> int:
         remedy = f"Write one of {', '.join(FAMILIES)}, or nothing for all"
         raise ConfigError([Violation("mutate", name, "is no family", remedy)])
     names = list(FAMILIES) if name == "all" else [name]
-    configs = [published_config(find_checkpoint(TINY.format(each.replace("_", "-")), MODEL_CONFIGS), MODEL_CONFIGS)
-               for each in names]  # fmt: skip
+    configs = [
+        published_config(find_checkpoint(TINY.format(each.replace("_", "-")), MODEL_CONFIGS), MODEL_CONFIGS)
+        for each in names
+    ]
     with warnings.catch_warnings(), ExitStack() as stack:
         warnings.simplefilter("ignore")
         from mcore_rl.proofs.adapter_mutation import adapter_score
@@ -246,8 +261,13 @@ def mutate(name: str, arguments: argparse.Namespace, console: Console) -> int:
 def show(report: ProofReport, model: ModelConfig, parallel: ParallelConfig, console: Console) -> None:
     """The verdict, to read."""
     layout = Layout.of(parallel, report.world_size)
-    console.print(f"{report.family}, {model.num_layers} layers: training on {report.world_size} ranks as "
-                  f"dp={layout.dp},{layout_text(parallel)}", markup=False, highlight=False, soft_wrap=True)  # fmt: skip
+    console.print(
+        f"{report.family}, {model.num_layers} layers: training on {report.world_size} ranks as "
+        f"dp={layout.dp},{layout_text(parallel)}",
+        markup=False,
+        highlight=False,
+        soft_wrap=True,
+    )
     if report.rollout:
         console.print(f"rollout as {report.rollout}", highlight=False)
     lines = Lines("", "proven", "found", "s", box=None, pad_edge=False)
@@ -262,8 +282,9 @@ def show(report: ProofReport, model: ModelConfig, parallel: ParallelConfig, cons
             f"reshard: {sent.total / gib:,.2f} GiB, {sent.over_bound:.2f} of the least; a training rank sends "
             f"{sent.sent_mean / gib:.2f} GiB, at most {sent.sent_max / gib:.2f}; a rollout rank receives "
             f"{sent.received_mean / gib:.2f}, at most {sent.received_max / gib:.2f}",
-            highlight=False, soft_wrap=True,
-        )  # fmt: skip
+            highlight=False,
+            soft_wrap=True,
+        )
     for one in report.checks:
         for failure in one.failures[:MAX_SHOWN]:
             console.print(f"[red]FAILED[/red] {escape(failure)}", highlight=False, soft_wrap=True)
@@ -285,9 +306,15 @@ def run(options: argparse.Namespace) -> int:
         console.print("the layouts suit the model. Nothing was proven", highlight=False)
         return 0
     report, model = prove(
-        asked.config, asked.parallel, asked.world_size, asked.rollout, options.hf, Console(stderr=True, emoji=False),
-        asked.lora, pictures=asked.pictures,
-    )  # fmt: skip
+        asked.config,
+        asked.parallel,
+        asked.world_size,
+        asked.rollout,
+        options.hf,
+        Console(stderr=True, emoji=False),
+        asked.lora,
+        pictures=asked.pictures,
+    )
     if options.json:
         json.dump(report.as_json(), sys.stdout, indent=2)
         sys.stdout.write("\n")

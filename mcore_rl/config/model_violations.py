@@ -87,39 +87,54 @@ def _vision_violations(model: ModelConfig, vision: VisionConfig) -> list[Violati
     side = vision.patch_size * vision.merge_size
     for name, is_right, problem, remedy in (
         (
-            "hidden_size", vision.hidden_size % (4 * vision.num_heads) == 0,
+            "hidden_size",
+            vision.hidden_size % (4 * vision.num_heads) == 0,
             f"each of model.vision.num_heads={vision.num_heads} rotates pairs in height and in width",
             f"Write a multiple of {4 * vision.num_heads}",
         ),
         (
-            "depth", not unknown,
-            f"blocks {unknown} are named and are none of the tower's", "Leave them out",
+            "depth",
+            not unknown,
+            f"blocks {unknown} are named and are none of the tower's",
+            "Leave them out",
         ),
         (
-            "deepstack", len(vision.deepstack) <= model.num_layers,
-            f"are features for more than model.num_layers={model.num_layers}", "Name fewer blocks",
+            "deepstack",
+            len(vision.deepstack) <= model.num_layers,
+            f"are features for more than model.num_layers={model.num_layers}",
+            "Name fewer blocks",
         ),
         (
-            "deepstack", vision.deepstack == sorted(set(vision.deepstack)),
-            "are features in the order of the blocks, each once", "Write them in ascending order",
+            "deepstack",
+            vision.deepstack == sorted(set(vision.deepstack)),
+            "are features in the order of the blocks, each once",
+            "Write them in ascending order",
         ),
         (
-            "window_size", vision.window_size is None or vision.window_size >= side,
-            f"is less than a token's {side} pixels", f"Write {side} or more, or null",
+            "window_size",
+            vision.window_size is None or vision.window_size >= side,
+            f"is less than a token's {side} pixels",
+            f"Write {side} or more, or null",
         ),
         (
-            "num_positions", isqrt(max(vision.num_positions, 0)) ** 2 == vision.num_positions,
-            "are no square", "Write the square of a side",
+            "num_positions",
+            isqrt(max(vision.num_positions, 0)) ** 2 == vision.num_positions,
+            "are no square",
+            "Write the square of a side",
         ),
         (
-            "pixel_mean", len(vision.pixel_mean) == 3,
-            "are no three numbers", "Write those of red, green and blue",
+            "pixel_mean",
+            len(vision.pixel_mean) == 3,
+            "are no three numbers",
+            "Write those of red, green and blue",
         ),
         (
-            "pixel_std", len(vision.pixel_std) == 3 and min(vision.pixel_std) > 0,
-            "are no three positive numbers, by which pixels are divided", "Write those of red, green and blue",
+            "pixel_std",
+            len(vision.pixel_std) == 3 and min(vision.pixel_std) > 0,
+            "are no three positive numbers, by which pixels are divided",
+            "Write those of red, green and blue",
         ),
-    ):  # fmt: skip
+    ):
         if not is_right:
             violations.append(Violation(f"model.vision.{name}", getattr(vision, name), problem, remedy))
     return violations
@@ -147,10 +162,10 @@ def _rotary_percent_violations(model: ModelConfig) -> list[Violation]:
         "latent attention has widths of its own for it": model.mla is not None,
         # Of whole heads it is a factor on the scores; of a part, on that part of the keys (``training/rope.py``), where
         # their norm would stand, and held against transformers for longrope alone.
-        f"attention_factor={factor:g} would scale a part of each score: for longrope without qk_norm alone":
-            factor != 1 and (model.qk_norm or model.rope.type is not RopeType.longrope),
+        f"attention_factor={factor:g} would scale a part of each score: for longrope without qk_norm alone": factor != 1
+        and (model.qk_norm or model.rope.type is not RopeType.longrope),
         pairs: model.mla is None and 0 < share < 1 and (rotated < 2 or rotated % 2 > 0),
-    }  # fmt: skip
+    }
     remedy = "Write 1, or a share that rotates an even number"
     return [Violation("model.rotary_percent", share, problem, remedy) for problem, holds in problems.items() if holds]
 
@@ -194,15 +209,23 @@ def _mla_violations(model: ModelConfig, mla: MlaConfig) -> list[Violation]:
         ("model.mla.qk_rope_head_dim", rope, rope % 2 == 0, "RoPE rotates pairs", "Write an even number"),
         ("model.head_dim", model.head_dim, model.head_dim == width, parts, f"Write {width}"),
         (
-            "model.num_query_groups", model.num_query_groups, model.num_query_groups == heads,
-            f"latent attention has a key for each of model.num_attention_heads={heads}", f"Write {heads}",
+            "model.num_query_groups",
+            model.num_query_groups,
+            model.num_query_groups == heads,
+            f"latent attention has a key for each of model.num_attention_heads={heads}",
+            f"Write {heads}",
         ),
         ("model.qkv_bias", model.qkv_bias, not model.qkv_bias, "latent attention has no biases", "Write false"),
         ("model.qk_norm", model.qk_norm, not model.qk_norm, "latent attention has norms of its own", "Write false"),
-        ("model.attention_sinks", model.attention_sinks, not model.attention_sinks, "latent attention has none",
-         "Write false"),
+        (
+            "model.attention_sinks",
+            model.attention_sinks,
+            not model.attention_sinks,
+            "latent attention has none",
+            "Write false",
+        ),
         ("model.attention_output_gate", gate, not gate, "latent attention has no gate on its output", "Write false"),
-    ):  # fmt: skip
+    ):
         if not is_right:
             violations.append(Violation(key, value, problem, remedy))
     return violations
@@ -225,39 +248,54 @@ def _moe_violations(model: ModelConfig, moe: MoeConfig) -> list[Violation]:
         ("ffn_hidden_size", moe.ffn_hidden_size >= 1, "must be positive", "Write 1 or more"),
         ("shared_ffn_hidden_size", moe.shared_ffn_hidden_size >= 0, "must not be negative", "Write 0 for none"),
         (
-            "dense_layers", len(set(moe.dense_layers)) < model.num_layers,
-            "leave no layer with experts", "Write model.moe=null, or name fewer layers",
+            "dense_layers",
+            len(set(moe.dense_layers)) < model.num_layers,
+            "leave no layer with experts",
+            "Write model.moe=null, or name fewer layers",
         ),
         (
-            "shared_gate", moe.shared_ffn_hidden_size > 0 or not moe.shared_gate,
-            "there is no shared expert", "Write false, or the width model.moe.shared_ffn_hidden_size",
+            "shared_gate",
+            moe.shared_ffn_hidden_size > 0 or not moe.shared_gate,
+            "there is no shared expert",
+            "Write false, or the width model.moe.shared_ffn_hidden_size",
         ),
         (
-            "expert_bias", moe.score is RouterScore.sigmoid or not moe.expert_bias,
-            f"Megatron has it for sigmoid scores only, not {moe.score.value}", "Write false, or score=sigmoid",
+            "expert_bias",
+            moe.score is RouterScore.sigmoid or not moe.expert_bias,
+            f"Megatron has it for sigmoid scores only, not {moe.score.value}",
+            "Write false, or score=sigmoid",
         ),
         (
-            "num_groups", moe.num_experts % moe.num_groups == 0,
-            f"does not divide {experts}", "Write a divisor of it",
+            "num_groups",
+            moe.num_experts % moe.num_groups == 0,
+            f"does not divide {experts}",
+            "Write a divisor of it",
         ),
         (
-            "top_k_groups", 1 <= moe.top_k_groups <= moe.num_groups,
-            f"a token chooses from between 1 and {groups}", f"Write 1 to {moe.num_groups}",
+            "top_k_groups",
+            1 <= moe.top_k_groups <= moe.num_groups,
+            f"a token chooses from between 1 and {groups}",
+            f"Write 1 to {moe.num_groups}",
         ),
         (
-            "num_groups", not (limited and moe.expert_bias) or moe.num_experts >= 2 * moe.num_groups,
-            f"groups of {experts} are ranked by their two best experts", f"Write {moe.num_experts // 2} or less",
+            "num_groups",
+            not (limited and moe.expert_bias) or moe.num_experts >= 2 * moe.num_groups,
+            f"groups of {experts} are ranked by their two best experts",
+            f"Write {moe.num_experts // 2} or less",
         ),
         (
-            "top_k", 1 <= moe.top_k <= min(num_kept, moe.num_experts) or moe.top_k_groups < 1,
-            f"a token needs between 1 and all of {choice}", f"Write 1 to {min(num_kept, moe.num_experts)}",
+            "top_k",
+            1 <= moe.top_k <= min(num_kept, moe.num_experts) or moe.top_k_groups < 1,
+            f"a token needs between 1 and all of {choice}",
+            f"Write 1 to {min(num_kept, moe.num_experts)}",
         ),
         (
-            "norm_topk_prob", not (moe.norm_topk_prob and moe.top_k == 1 and moe.score is RouterScore.softmax),
+            "norm_topk_prob",
+            not (moe.norm_topk_prob and moe.top_k == 1 and moe.score is RouterScore.softmax),
             "the probability of the one expert would be 1 whatever its router says, which could not learn",
             "Write false, or model.moe.top_k=2 or more",
         ),
-    ):  # fmt: skip
+    ):
         if not is_right:
             violations.append(Violation(f"model.moe.{name}", getattr(moe, name), problem, remedy))
     return violations

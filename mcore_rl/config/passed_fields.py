@@ -14,9 +14,13 @@ from mcore_rl.ground.errors import Violation
 
 ValueKind = type | tuple[type, ...] | tuple[str, ...] | tuple[int, ...]  # of a value, or the values themselves
 WORDS = {
-    bool: "true or false", int: "a whole number", float: "a number", str: "a text", list: "a list, [a,b]",
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "a text",
+    list: "a list, [a,b]",
     dict: "keys and values, {a: b}",
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)

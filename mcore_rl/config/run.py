@@ -477,8 +477,9 @@ def _share_violations(run: RunConfig) -> list[Violation]:
     if not run.scorers or run.trainer.placement is Placement.separate:
         return []
     served = {"rollout": run.rollout, **run.scorers}
-    (key, share), *others = reversed([(f"{name}.gpu_memory_utilization", each.gpu_memory_utilization)
-                                      for name, each in served.items()])  # fmt: skip
+    (key, share), *others = reversed(
+        [(f"{name}.gpu_memory_utilization", each.gpu_memory_utilization) for name, each in served.items()]
+    )
     if share + sum(other for _, other in others) <= 1:
         return []
     beside = " and ".join(f"{name}={other:g}" for name, other in others)

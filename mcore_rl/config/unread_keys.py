@@ -309,8 +309,15 @@ def _of_role(role: Role) -> Iterator[Switch]:
     )
     yield from _of_adapters(role)
     if not role.trains:
-        trains = ("optim.", "recompute", "max_nonfinite_steps", "overlap_grad_reduce", "overlap_offload",
-                  "gradient_accumulation_fusion", "tp_comm_overlap")  # fmt: skip
+        trains = (
+            "optim.",
+            "recompute",
+            "max_nonfinite_steps",
+            "overlap_grad_reduce",
+            "overlap_offload",
+            "gradient_accumulation_fusion",
+            "tp_comm_overlap",
+        )
         keys = tuple(f"{name}.{key}" for key in trains)
         yield Switch(keys, lambda run: False, f"the {name} is not trained", "it for a role that is")
         return

@@ -276,7 +276,7 @@ def open_directory(
     devices = {"device": platform.kind, "device_name": platform.device_name}
     opening = Tracker.open(
         directory, trainer, as_dict(config), prepared.num_steps, resumed_step=resumed, devices=devices, begin=False
-    )  # fmt: skip
+    )
     tracker = stack.enter_context(opening)
     if ray_stack is not None:
         tracker.now("starting Ray")

@@ -63,8 +63,22 @@ LEVELS = {
 }
 
 NAMES = (
-    "Tom", "Anna", "Ben", "Mia", "Sam", "Lily", "Max", "Emma", "Leo", "Zoe", "Jack", "Ruth", "Omar", "Ines", "Kofi",
-)  # fmt: skip
+    "Tom",
+    "Anna",
+    "Ben",
+    "Mia",
+    "Sam",
+    "Lily",
+    "Max",
+    "Emma",
+    "Leo",
+    "Zoe",
+    "Jack",
+    "Ruth",
+    "Omar",
+    "Ines",
+    "Kofi",
+)
 THINGS = ("apples", "pens", "books", "cards", "coins", "eggs", "cups", "balls", "stamps", "shells", "keys", "cakes")
 PACKS = ("boxes", "bags", "packs")
 GAINS = ("buys {} more", "finds {} more", "gets {} more", "wins {} more")

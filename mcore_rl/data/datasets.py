@@ -66,13 +66,17 @@ AS_PUBLISHED = "Take the files as published"
 EURUS_ABILITIES = {
     **dict.fromkeys(
         (
-            "numina_aops_forum", "numina_synthetic_math", "numina_amc_aime", "numina_synthetic_amc", "numina_cn_k12",
+            "numina_aops_forum",
+            "numina_synthetic_math",
+            "numina_amc_aime",
+            "numina_synthetic_amc",
+            "numina_cn_k12",
             "numina_olympiads",
         ),
         "math",
     ),
     **dict.fromkeys(("apps", "codecontests", "codeforces", "taco"), "code"),
-}  # fmt: skip
+}
 TEXT = pa.string()
 SCHEMA = pa.schema(
     {

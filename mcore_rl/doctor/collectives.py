@@ -261,15 +261,24 @@ def _between_nodes(subject: Subject, limit_s: float) -> Iterator[Diagnosis]:
 
 CHECKS = (
     HealthCheck(
-        name="interface", about="where host collectives listen: a name that is 127.0.1.1 hides a node", limit_s=60,
+        name="interface",
+        about="where host collectives listen: a name that is 127.0.1.1 hides a node",
+        limit_s=60,
         run=_interface,
     ),
     HealthCheck(
-        name="collectives in a node", about="bus bandwidth of all-reduce and all-to-all over all devices of a node",
-        limit_s=180, run=_in_node, needs=(TWO_RANKS,),
+        name="collectives in a node",
+        about="bus bandwidth of all-reduce and all-to-all over all devices of a node",
+        limit_s=180,
+        run=_in_node,
+        needs=(TWO_RANKS,),
     ),
     HealthCheck(
-        name="collectives between nodes", about="the same of one device with its peers on other nodes, all at once",
-        limit_s=240, run=_between_nodes, needs=(NODES,), on_each_node=False,
+        name="collectives between nodes",
+        about="the same of one device with its peers on other nodes, all at once",
+        limit_s=240,
+        run=_between_nodes,
+        needs=(NODES,),
+        on_each_node=False,
     ),
-)  # fmt: skip
+)

@@ -22,9 +22,16 @@ NODES_SHARE = 2 / 3  # of the minutes: for what nodes do by themselves, all at o
 LOG_WIDTH = 140  # of the table in a file; a terminal has its own
 
 ALL_CHECKS: tuple[HealthCheck, ...] = (
-    *software.CHECKS, *compute.CHECKS, *memory.CHECKS, *residuals.CHECKS, *collectives.CHECKS, *recipe.CHECKS,
-    *layers.CHECKS, *engine.CHECKS, *runs.CHECKS,
-)  # fmt: skip
+    *software.CHECKS,
+    *compute.CHECKS,
+    *memory.CHECKS,
+    *residuals.CHECKS,
+    *collectives.CHECKS,
+    *recipe.CHECKS,
+    *layers.CHECKS,
+    *engine.CHECKS,
+    *runs.CHECKS,
+)
 
 
 def options_problems(options: argparse.Namespace) -> list[Violation]:

@@ -163,7 +163,10 @@ def _engine(subject: Subject, limit_s: float) -> Iterator[Diagnosis]:
 
 CHECKS = (
     HealthCheck(
-        name="engine", about="vLLM starts, draws, sleeps, wakes, and holds the weights of its files", limit_s=300,
-        run=_engine, needs=(THOROUGH,),
+        name="engine",
+        about="vLLM starts, draws, sleeps, wakes, and holds the weights of its files",
+        limit_s=300,
+        run=_engine,
+        needs=(THOROUGH,),
     ),
-)  # fmt: skip
+)

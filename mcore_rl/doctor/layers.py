@@ -154,15 +154,19 @@ def _layers(subject: Subject, limit_s: float, name: str, spec: LayerSpec, precis
 
 CHECKS = (
     HealthCheck(
-        name="layers", about="local layers under tp with SP, cp and ep against one process", limit_s=240,
+        name="layers",
+        about="local layers under tp with SP, cp and ep against one process",
+        limit_s=240,
         run=partial(_layers, name="layers", spec=LayerSpec.local, precision=Precision.float32),
         needs=(THOROUGH, TWO_RANKS),
     ),
     HealthCheck(
-        name="Transformer Engine", about="its packed layers, also under tp with SP, cp and ep, against the local ones",
-        limit_s=300, needs=(THOROUGH, TRANSFORMER_ENGINE),
+        name="Transformer Engine",
+        about="its packed layers, also under tp with SP, cp and ep, against the local ones",
+        limit_s=300,
+        needs=(THOROUGH, TRANSFORMER_ENGINE),
         run=partial(
             _layers, name="Transformer Engine", spec=LayerSpec.transformer_engine, precision=Precision.bfloat16
         ),
     ),
-)  # fmt: skip
+)

@@ -208,15 +208,23 @@ def _sharing(subject: Subject, limit_s: float) -> Iterator[Diagnosis]:
 CHECKS = (
     HealthCheck(name="memory", about="GB/s of a copy within a device's memory", limit_s=90, run=_memory),
     HealthCheck(
-        name="pinned copies", about="GB/s between pinned host memory and devices, all at once", limit_s=120,
-        run=_host_copies, needs=(ACCELERATOR,),
-    ),
-    HealthCheck(
-        name="pinning", about="how much host memory a pinned block really takes", limit_s=60, run=_pinning,
+        name="pinned copies",
+        about="GB/s between pinned host memory and devices, all at once",
+        limit_s=120,
+        run=_host_copies,
         needs=(ACCELERATOR,),
     ),
     HealthCheck(
-        name="shared memory", about="two processes map one tensor (device IPC), with checksums", limit_s=60,
+        name="pinning",
+        about="how much host memory a pinned block really takes",
+        limit_s=60,
+        run=_pinning,
+        needs=(ACCELERATOR,),
+    ),
+    HealthCheck(
+        name="shared memory",
+        about="two processes map one tensor (device IPC), with checksums",
+        limit_s=60,
         run=_sharing,
     ),
-)  # fmt: skip
+)

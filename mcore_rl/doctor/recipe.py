@@ -32,7 +32,11 @@ def _recipe(subject: Subject, limit_s: float) -> Iterator[Diagnosis]:
 
 CHECKS = (
     HealthCheck(
-        name="recipe", about="the recipe fits on what a device really has, by plan", limit_s=60, run=_recipe,
-        needs=(RECIPE, CLUSTER), on_each_node=False,
+        name="recipe",
+        about="the recipe fits on what a device really has, by plan",
+        limit_s=60,
+        run=_recipe,
+        needs=(RECIPE, CLUSTER),
+        on_each_node=False,
     ),
-)  # fmt: skip
+)

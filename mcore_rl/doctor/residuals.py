@@ -167,7 +167,9 @@ def _residuals(subject: Subject, limit_s: float) -> Iterator[Diagnosis]:
 
 CHECKS = (
     HealthCheck(
-        name="process memory", about="what training processes take of host and device beside their tensors",
-        limit_s=180, run=_residuals,
+        name="process memory",
+        about="what training processes take of host and device beside their tensors",
+        limit_s=180,
+        run=_residuals,
     ),
-)  # fmt: skip
+)

@@ -61,7 +61,12 @@ def tiny_overrides(subject: Subject, task: Path, directory: Path, placement: str
     engines = world if placement == "colocated" and (accelerator or nodes > 1) else 1
     return [
         *task_overrides(
-            task, directory, prompts=batch, per_node=per_node, ep=2 if world % 2 == 0 else 1, precision=precision,
+            task,
+            directory,
+            prompts=batch,
+            per_node=per_node,
+            ep=2 if world % 2 == 0 else 1,
+            precision=precision,
             cache_bytes=CACHE_BYTES,
         ),
         f"rollout.dtype={precision}",
@@ -77,7 +82,7 @@ def tiny_overrides(subject: Subject, task: Path, directory: Path, placement: str
         "trainer.resume_mode='off'",
         "trainer.guards.check_weights_freq=1",
         *([f"ray_init.address={subject.address}"] if nodes > 1 else []),
-    ]  # fmt: skip
+    ]
 
 
 def _precision(subject: Subject) -> str:
@@ -257,19 +262,32 @@ def _killed(subject: Subject, limit_s: float) -> Iterator[Diagnosis]:
 
 CHECKS = (
     HealthCheck(
-        name="colocated run", about="two steps, trainer and engine on the same devices", limit_s=420,
-        run=partial(_run, name="colocated run", placement="colocated"), needs=(THOROUGH,),
+        name="colocated run",
+        about="two steps, trainer and engine on the same devices",
+        limit_s=420,
+        run=partial(_run, name="colocated run", placement="colocated"),
+        needs=(THOROUGH,),
     ),
     HealthCheck(
-        name="separate run", about="two steps, trainer and engine on devices of their own", limit_s=420,
-        run=partial(_run, name="separate run", placement="separate"), needs=(THOROUGH, TWO_RANKS),
+        name="separate run",
+        about="two steps, trainer and engine on devices of their own",
+        limit_s=420,
+        run=partial(_run, name="separate run", placement="separate"),
+        needs=(THOROUGH, TWO_RANKS),
     ),
     HealthCheck(
-        name="run with a killed engine", about="three steps; the engine is killed after the first", limit_s=420,
-        run=_killed, needs=(THOROUGH,),
+        name="run with a killed engine",
+        about="three steps; the engine is killed after the first",
+        limit_s=420,
+        run=_killed,
+        needs=(THOROUGH,),
     ),
     HealthCheck(
-        name="run over nodes", about="two steps over all nodes, engines beside the trainer", limit_s=600,
-        run=_over_nodes, needs=(THOROUGH, NODES), on_each_node=False,
+        name="run over nodes",
+        about="two steps over all nodes, engines beside the trainer",
+        limit_s=600,
+        run=_over_nodes,
+        needs=(THOROUGH, NODES),
+        on_each_node=False,
     ),
-)  # fmt: skip
+)

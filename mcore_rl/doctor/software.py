@@ -302,7 +302,10 @@ def _hardware(subject: Subject, limit_s: float) -> Iterator[Diagnosis]:
 CHECKS = (
     HealthCheck(name="versions", about="packages against pyproject.toml", limit_s=30, run=_versions),
     HealthCheck(
-        name="driver", about="driver, its runtime, memory errors, who else is there", limit_s=60, run=_driver,
+        name="driver",
+        about="driver, its runtime, memory errors, who else is there",
+        limit_s=60,
+        run=_driver,
         needs=(ACCELERATOR,),
     ),
     HealthCheck(
@@ -311,4 +314,4 @@ CHECKS = (
     HealthCheck(name="libraries", about="one copy of each of a vendor's libraries", limit_s=180, run=_libraries),
     HealthCheck(name="limits", about="open files, locked memory, /dev/shm", limit_s=10, run=_limits),
     HealthCheck(name="the cluster's yaml", about="what a node has", limit_s=10, run=_hardware, needs=(CLUSTER,)),
-)  # fmt: skip
+)

@@ -168,9 +168,14 @@ class TrainBatch:
         known = {name: tensor for name, tensor in named.items() if name in (*_TOKEN_FIELDS, HIDDEN)}
         extra_T = {name: tensor for name, tensor in named.items() if name not in known}
         return cls(
-            lengths_S=lengths_S, pairs_S=pairs_S, extra_T=extra_T, extra_S=extra_S or {}, images_S=images_S,
-            patches=patches or {}, **known,
-        )  # fmt: skip
+            lengths_S=lengths_S,
+            pairs_S=pairs_S,
+            extra_T=extra_T,
+            extra_S=extra_S or {},
+            images_S=images_S,
+            patches=patches or {},
+            **known,
+        )
 
     def to(self, device: torch.device) -> TrainBatch:
         """The same batch with its tensors on ``device``, but for what a teacher said."""

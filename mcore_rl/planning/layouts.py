@@ -84,12 +84,16 @@ def trainings(
             continue
         states = {
             name: States(
-                sizes[name], parallel, world_size, precision,
+                sizes[name],
+                parallel,
+                world_size,
+                precision,
                 overlap=engines[name].overlaps_reduction(accelerator=site.device_bytes is not None),
-                lora=lora_of(engines[name]), frozen_tower=not trains_tower(engines[name]),
+                lora=lora_of(engines[name]),
+                frozen_tower=not trains_tower(engines[name]),
             )
             for name in sizes
-        }  # fmt: skip
+        }
         floor = max(sum(each.of_stage(stage).total for each in states.values()) for stage in range(layout.pp))
         if floor > (site.device_bytes or 0):
             refused["weights, gradients and optimizer alone exceed a device"] += 1
@@ -98,12 +102,23 @@ def trainings(
         for tokens in microbatches(work.together * work.longest, most, layout.cp):
             for recompute in Recompute:
                 trained = [
-                    RolePlan(row.name, model, replace(engines[row.name], recompute=recompute, microbatch_tokens=tokens,
-                             microbatch_sequences=None), parallel, world_size, work,
-                             accelerator=True, head=row.head, publishes=row.publishes,
-                             frozen=run.snapshots_of(row.name), states=states[row.name])
+                    RolePlan(
+                        row.name,
+                        model,
+                        replace(
+                            engines[row.name], recompute=recompute, microbatch_tokens=tokens, microbatch_sequences=None
+                        ),
+                        parallel,
+                        world_size,
+                        work,
+                        accelerator=True,
+                        head=row.head,
+                        publishes=row.publishes,
+                        frozen=run.snapshots_of(row.name),
+                        states=states[row.name],
+                    )
                     for row in rows
-                ]  # fmt: skip
+                ]
                 trained[0].teacher_output = teacher_output(parallel.tp)
                 roles = (*trained, *frozen)
                 if layout.vpp > 1 and roles[0].num_microbatches < 2 * layout.pp:

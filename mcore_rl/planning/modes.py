@@ -47,8 +47,13 @@ from mcore_rl.planning.timing import (
 from mcore_rl.planning.training import engine_lora
 
 SEPARATE_MODES = (
-    SYNC_SEPARATE, ONE_STEP_OFF, asynchronous(4, in_flight=False), asynchronous(1), asynchronous(2), asynchronous(4),
-)  # fmt: skip
+    SYNC_SEPARATE,
+    ONE_STEP_OFF,
+    asynchronous(4, in_flight=False),
+    asynchronous(1),
+    asynchronous(2),
+    asynchronous(4),
+)
 PROMISING = 1.5  # times as long as the fastest engines draw by plan: slower layouts are not simulated
 # Engines are alike, and so are groups.  Of more than these, a share of the engines is simulated with that share of the
 # groups; steps of sync are up to 1 % shorter for it, those of async within 1 % of what all take.
@@ -108,9 +113,16 @@ def splits_of(nodes: int) -> tuple[int, ...]:
 
 
 def compare_modes(
-    run: RunConfig, model: ModelConfig, cluster: ClusterConfig, lengths: Lengths | None = None, *,
-    others: Others = NONE, modes: Sequence[SimulatedMode] = SEPARATE_MODES, searches: bool = False, steps: int = 8,
-) -> ModesResult:  # fmt: skip
+    run: RunConfig,
+    model: ModelConfig,
+    cluster: ClusterConfig,
+    lengths: Lengths | None = None,
+    *,
+    others: Others = NONE,
+    modes: Sequence[SimulatedMode] = SEPARATE_MODES,
+    searches: bool = False,
+    steps: int = 8,
+) -> ModesResult:
     """Every mode on the splits of the run's nodes, each with the layouts of its own with which it is fastest.
 
     lengths: None: lognormal, with the mean that the plan assumes.  others: as in ``plan``.
@@ -133,8 +145,14 @@ class _Comparison:
     """The rows of ``compare_modes`` as they come.  refused: by the number of engine nodes."""
 
     def __init__(
-        self, run: RunConfig, model: ModelConfig, cluster: ClusterConfig, others: Others, lengths: Lengths, steps: int,
-    ) -> None:  # fmt: skip
+        self,
+        run: RunConfig,
+        model: ModelConfig,
+        cluster: ClusterConfig,
+        others: Others,
+        lengths: Lengths,
+        steps: int,
+    ) -> None:
         self._run, self._model, self._cluster, self._others = run, model, cluster, others
         self._lengths, self._steps = lengths, steps
         self._candidates: dict[int, list[Candidate]] = {}
@@ -172,13 +190,21 @@ class _Comparison:
         layout, work = run.rollout.layout, workload(run, self._lengths)
         costs = engine_costs_of(run, self._model, self._cluster, mean)
         simulation = simulate_share(
-            mode, work, costs, layout.num_engines * layout.engine_dp,
-            trainer_costs(candidate, self._model, self._cluster), steps=self._steps,
-        )  # fmt: skip
+            mode,
+            work,
+            costs,
+            layout.num_engines * layout.engine_dp,
+            trainer_costs(candidate, self._model, self._cluster),
+            steps=self._steps,
+        )
         return ModeResult(
-            mode=mode, engine_nodes=engine_nodes, trainer_nodes=self.nodes - engine_nodes, candidate=candidate,
-            simulation=simulation, cache_seqs=int(costs.capacity / (costs.slot + work.prompt + mean / 2)),
-        )  # fmt: skip
+            mode=mode,
+            engine_nodes=engine_nodes,
+            trainer_nodes=self.nodes - engine_nodes,
+            candidate=candidate,
+            simulation=simulation,
+            cache_seqs=int(costs.capacity / (costs.slot + work.prompt + mean / 2)),
+        )
 
     def _promising(self, engine_nodes: int) -> list[Candidate]:
         if engine_nodes not in self._candidates:
@@ -207,9 +233,14 @@ def _placed(run: RunConfig, cluster: ClusterConfig, nodes: int, engine_nodes: in
 
 
 def simulate_share(
-    mode: SimulatedMode, work: Workload, costs: EngineCosts, num_engines: int, trainer: TrainerCosts, *,
+    mode: SimulatedMode,
+    work: Workload,
+    costs: EngineCosts,
+    num_engines: int,
+    trainer: TrainerCosts,
+    *,
     steps: int,
-) -> Simulation:  # fmt: skip
+) -> Simulation:
     """``simulate``, of many engines a share; see ``MOST_ENGINES``.  What is counted is that of the share."""
     few = max(MOST_ENGINES, ceil(LEAST_GROUPS * num_engines / work.groups))
     if few >= num_engines:

@@ -78,9 +78,13 @@ def _plan_run(run: RunConfig, model: ModelConfig, cluster: ClusterConfig, others
     site = site_of(run, cluster)
     device_bytes, processes, per_node, colocated = site.device_bytes, site.processes, site.per_node, site.colocated
     room = serving(
-        model, run.rollout, device_bytes=device_bytes, processes=processes, latent_attention=device_bytes is not None,
+        model,
+        run.rollout,
+        device_bytes=device_bytes,
+        processes=processes,
+        latent_attention=device_bytes is not None,
         lora=engine_lora(run, model),
-    )  # fmt: skip
+    )
     engines = run.rollout.layout.world_size
     scorers = sum(each.layout.world_size for each in run.scorers.values())
     roles[0].teacher_output = output_bytes(run, model, others, roles[0].layout.tp)
@@ -189,11 +193,20 @@ def role_plan(role: Role, model: ModelConfig, run: RunConfig, cluster: ClusterCo
             samples = min(samples, max(1, (config.microbatch_tokens - shared) // answer))
         work = replace(work, shared=shared, samples=samples)
     return RolePlan(
-        role.name, model, config, config.parallel, run.trainer.world_size, work,
-        accelerator=cluster.gpus_per_node > 0, head=role.head, trains=role.trains, publishes=role.publishes,
-        frozen=run.snapshots_of(role.name), beside=num_teachers(run) - 1 if role.name == TEACHER else 0,
+        role.name,
+        model,
+        config,
+        config.parallel,
+        run.trainer.world_size,
+        work,
+        accelerator=cluster.gpus_per_node > 0,
+        head=role.head,
+        trains=role.trains,
+        publishes=role.publishes,
+        frozen=run.snapshots_of(role.name),
+        beside=num_teachers(run) - 1 if role.name == TEACHER else 0,
         with_full_kl=role.name == ACTOR and run.actor.with_full_kl,
-    )  # fmt: skip
+    )
 
 
 def _not_shared(role: Role, model: ModelConfig, run: RunConfig, cluster: ClusterConfig) -> str | None:
@@ -229,9 +242,16 @@ def offline_role_plan(model: ModelConfig, config: OfflineConfig, cluster: Cluste
     """The plan of the model that a trainer without engines trains."""
     role = config.trained
     return RolePlan(
-        role.name, model, config.actor, config.actor.parallel, config.trainer.world_size, offline_work(config, model),
-        accelerator=cluster.gpus_per_node > 0, head=role.head, frozen=config.snapshots_of(role.name),
-    )  # fmt: skip
+        role.name,
+        model,
+        config.actor,
+        config.actor.parallel,
+        config.trainer.world_size,
+        offline_work(config, model),
+        accelerator=cluster.gpus_per_node > 0,
+        head=role.head,
+        frozen=config.snapshots_of(role.name),
+    )
 
 
 def _scorers(run: RunConfig, device_bytes: int | None, processes: ProcessMemory) -> Iterator[Part]:

@@ -97,9 +97,13 @@ class _Option:
 
 
 def search(
-    run: RunConfig | OfflineConfig, model: ModelConfig, cluster: ClusterConfig, others: Others = NONE, *,
+    run: RunConfig | OfflineConfig,
+    model: ModelConfig,
+    cluster: ClusterConfig,
+    others: Others = NONE,
+    *,
     limit: int = 10,
-) -> Found:  # fmt: skip
+) -> Found:
     """The ``limit`` fastest layouts of ``run`` on ``trainer.nnodes`` nodes of ``cluster``, which has accelerators.
 
     Only layouts, microbatches, recompute and the engine's memory share change, so that the training result does not.
@@ -129,9 +133,7 @@ def search(
         else:
             refused[f"does not fit whole: {planned.violations[0].problem.split(' needs ')[0]}"] += 1
     candidates.sort(key=lambda each: each.plan.step_s)
-    return Found(
-        best=tuple(candidates), refused=refused, considered=considered, seconds=time.perf_counter() - begin
-    )  # fmt: skip
+    return Found(best=tuple(candidates), refused=refused, considered=considered, seconds=time.perf_counter() - begin)
 
 
 def fastest_by_rollout(
@@ -153,9 +155,13 @@ def fastest_by_rollout(
 
 
 def nearest_that_fit(
-    run: RunConfig | OfflineConfig, model: ModelConfig, cluster: ClusterConfig, others: Others = NONE, *,
+    run: RunConfig | OfflineConfig,
+    model: ModelConfig,
+    cluster: ClusterConfig,
+    others: Others = NONE,
+    *,
     count: int = 3,
-) -> list[Candidate]:  # fmt: skip
+) -> list[Candidate]:
     """The ``count`` runs that fit and differ least from ``run``."""
     run = with_replicas(run, on_accelerators=True)
     fitting = search(run, model, cluster, others, limit=60).best
@@ -293,9 +299,12 @@ def _rollouts(
 
 
 def _pairs(
-    run: RunConfig, cluster: ClusterConfig, training: Sequence[tuple[float, Training]], rollouts: Sequence[_Rollout],
+    run: RunConfig,
+    cluster: ClusterConfig,
+    training: Sequence[tuple[float, Training]],
+    rollouts: Sequence[_Rollout],
     refused: Counter[str],
-) -> Iterator[_Option]:  # fmt: skip
+) -> Iterator[_Option]:
     """Pairs each training layout with every rollout layout, at the fastest memory share that leaves room for weights.
 
     training: (seconds, layout) of each.  rollouts: the fastest first.

@@ -105,9 +105,7 @@ def serving(
     """
     layout, size, quantization = config.layout, BYTES[config.dtype], quantization_of(config)
     adapters, sent = (0, 0) if lora is None else adapter_bytes(model, layout, lora, size)
-    weights = rollout_weight_bytes(
-        model, layout, size, latent_attention=latent_attention, quantization=quantization
-    )  # fmt: skip
+    weights = rollout_weight_bytes(model, layout, size, latent_attention=latent_attention, quantization=quantization)
     converting = 0
     if quantization is not Quantization.none:
         sent = rollout_weight_bytes(model, layout, size, latent_attention=latent_attention)
@@ -124,10 +122,18 @@ def serving(
         budget = int(config.gpu_memory_utilization * device_bytes)
         cache = budget - weights - adapters - working - overhead
     return Serving(
-        weights=weights, working=working, overhead=overhead, budget=budget, packed=packed, adapters=adapters, sent=sent,
-        cache=config.kv_cache_memory_bytes or cache, per_sequence=per_sequence, converting=converting,
+        weights=weights,
+        working=working,
+        overhead=overhead,
+        budget=budget,
+        packed=packed,
+        adapters=adapters,
+        sent=sent,
+        cache=config.kv_cache_memory_bytes or cache,
+        per_sequence=per_sequence,
+        converting=converting,
         encoder=_encoder_bytes(model, config, CPU_BATCHED_TOKENS if device_bytes is None else BATCHED_TOKENS),
-    )  # fmt: skip
+    )
 
 
 def cache_bytes_per_token(model: ModelConfig, config: ServingConfig, *, latent_attention: bool = True) -> int:

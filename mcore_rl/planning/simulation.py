@@ -141,9 +141,15 @@ class _Trainer(Enum):
 
 
 def simulate(
-    mode: SimulatedMode, work: Workload, engines: EngineCosts, num_engines: int, trainer: TrainerCosts, *,
-    steps: int = 8, seed: int = 0,
-) -> Simulation:  # fmt: skip
+    mode: SimulatedMode,
+    work: Workload,
+    engines: EngineCosts,
+    num_engines: int,
+    trainer: TrainerCosts,
+    *,
+    steps: int = 8,
+    seed: int = 0,
+) -> Simulation:
     """Simulate ``steps`` training steps, after as many as the mode needs to reach its pace.
 
     Equal arguments give equal results, and every mode sees the same groups in the same order.
@@ -173,9 +179,14 @@ class _Run:
     """The state of a simulation.  sums: at every version, the first at the beginning.  staleness: of trained groups."""
 
     def __init__(
-        self, mode: SimulatedMode, work: Workload, costs: EngineCosts, num_engines: int, trainer: TrainerCosts,
+        self,
+        mode: SimulatedMode,
+        work: Workload,
+        costs: EngineCosts,
+        num_engines: int,
+        trainer: TrainerCosts,
         random: Random,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._mode, self._work, self._trainer, self._random = mode, work, trainer, random
         self.engines = [SimulatedEngine(costs) for _ in range(num_engines)]
         self._room = max(1, round(AHEAD * costs.most))
@@ -316,9 +327,7 @@ class _Run:
             self._publish(time)
             return
         busy_s = sum(engine.busy_s for engine in self.engines)
-        self.sums.append(
-            _Sums(time=time, busy_s=busy_s, training_s=self._training_s, publishing_s=self._publishing_s)
-        )  # fmt: skip
+        self.sums.append(_Sums(time=time, busy_s=busy_s, training_s=self._training_s, publishing_s=self._publishing_s))
         self._state = _Trainer.idle
         for engine in self.engines:
             engine.recompute(time)

@@ -43,13 +43,38 @@ TENSOR_MULTIPLE, BUCKET_MULTIPLE = 64, 128  # elements
 
 # The order of the modules of a layer, which decides the places of padding between odd-sized tensors.
 ORDER = (
-    "embedding.", "input_layernorm.", ".dt_bias", ".A_log", "in_proj.weight", "conv1d.", "out_norm.", "out_proj.",
-    "core_attention.", "linear_proj.weight", "linear_proj.bias", "linear_proj.post_layernorm.", "linear_qkv.weight",
-    "linear_qkv.bias", "linear_q_proj.", "linear_q_down_proj.", "linear_q_up_proj.", ".q_layernorm.", ".k_layernorm.",
-    "linear_kv_down_proj.", "linear_kv_up_proj.", ".kv_layernorm.", "pre_mlp_layernorm.", "router.", ".gate_weight",
-    "linear_fc1.", "linear_fc2.weight", "linear_fc2.bias", "linear_fc2.post_layernorm.", "final_layernorm.",
+    "embedding.",
+    "input_layernorm.",
+    ".dt_bias",
+    ".A_log",
+    "in_proj.weight",
+    "conv1d.",
+    "out_norm.",
+    "out_proj.",
+    "core_attention.",
+    "linear_proj.weight",
+    "linear_proj.bias",
+    "linear_proj.post_layernorm.",
+    "linear_qkv.weight",
+    "linear_qkv.bias",
+    "linear_q_proj.",
+    "linear_q_down_proj.",
+    "linear_q_up_proj.",
+    ".q_layernorm.",
+    ".k_layernorm.",
+    "linear_kv_down_proj.",
+    "linear_kv_up_proj.",
+    ".kv_layernorm.",
+    "pre_mlp_layernorm.",
+    "router.",
+    ".gate_weight",
+    "linear_fc1.",
+    "linear_fc2.weight",
+    "linear_fc2.bias",
+    "linear_fc2.post_layernorm.",
+    "final_layernorm.",
     "output_layer.",
-)  # fmt: skip
+)
 
 
 _ADAPTER = re.compile(r"\.lora_[AB]\.\d+$")
@@ -269,9 +294,17 @@ class States:
     """
 
     def __init__(
-        self, sizes: ModelSizes, parallel: ParallelConfig, world_size: int, precision: Precision, *,
-        trainable: bool = True, overlap: bool = False, lora: LoraConfig | None = None, frozen_tower: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        sizes: ModelSizes,
+        parallel: ParallelConfig,
+        world_size: int,
+        precision: Precision,
+        *,
+        trainable: bool = True,
+        overlap: bool = False,
+        lora: LoraConfig | None = None,
+        frozen_tower: bool = False,
+    ) -> None:
         self.sizes, self.parallel, self.precision, self.trainable = sizes, parallel, precision, trainable
         self.overlap, self.trained = overlap, self
         self.frozen_tower = frozen_tower
@@ -309,9 +342,13 @@ class States:
             for chunk in range(stage, len(self.placement), self.parallel.pp):
                 first, last = chunk == 0, chunk == len(self.placement) - 1
                 ours, theirs = chunk_buckets(
-                    self.sizes, self.parallel, self.placement[chunk], first=first, last=last,
+                    self.sizes,
+                    self.parallel,
+                    self.placement[chunk],
+                    first=first,
+                    last=last,
                     tower=self.sizes.tower if first and not self.frozen_tower else (),
-                )  # fmt: skip
+                )
                 if self.overlap and chunk == 0:  # the gradients of other chunks are ready before the first one's
                     ours, theirs = self._cut(ours), self._cut(theirs)
                 dense += ours

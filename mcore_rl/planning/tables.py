@@ -250,13 +250,11 @@ def plan_values(plan: Plan) -> dict[str, Any]:
                 "where": peak.where,
                 "num_bytes": peak.num_bytes,
                 "capacity": peak.capacity,
-                "parts": [
-                    {"part": row.part, "num_bytes": row.num_bytes, "exact": row.exact} for row in peak.rows
-                ],
+                "parts": [{"part": row.part, "num_bytes": row.num_bytes, "exact": row.exact} for row in peak.rows],
             }
             for peak in plan.peaks
         ],
-    }  # fmt: skip
+    }
 
 
 def search_values(search: Found, written: Candidate | None = None) -> dict[str, Any]:
@@ -270,7 +268,7 @@ def search_values(search: Found, written: Candidate | None = None) -> dict[str, 
             {"overrides": list(each.overrides), "reasons": list(each.reasons), "plan": plan_values(each.plan)}
             for each in search.best
         ],
-    }  # fmt: skip
+    }
 
 
 def measured_lines(cluster: ClusterConfig) -> list[str]:

@@ -200,9 +200,15 @@ def update_s(role: RolePlan, rates: Rates, num_sequences: float, num_updates: fl
 
 
 def generation_s(
-    model: ModelConfig, config: RolloutConfig, room: Serving, rates: Rates, num_prompts: float, mean_prompt: float,
-    mean_response: float, pictures: Sequence[PatchGrid] = (),
-) -> tuple[float, float]:  # fmt: skip
+    model: ModelConfig,
+    config: RolloutConfig,
+    room: Serving,
+    rates: Rates,
+    num_prompts: float,
+    mean_prompt: float,
+    mean_response: float,
+    pictures: Sequence[PatchGrid] = (),
+) -> tuple[float, float]:
     """Seconds to generate all responses: (of the engines, of the reductions of an engine on several nodes).
 
     Prefill is at the rate of matrix products, decode at the rate of memory.  The cache and ``max_num_seqs`` limit how

@@ -144,10 +144,14 @@ class RolePlan:
         self.frozen, self.beside, self.teacher_output = tuple(frozen), beside, 0
         self.with_full_kl = with_full_kl
         self.states = states or States(
-            ModelSizes(model, head=self.head), parallel, world_size, engine.precision,
-            overlap=engine.overlaps_reduction(accelerator=accelerator), lora=lora_of(engine),
+            ModelSizes(model, head=self.head),
+            parallel,
+            world_size,
+            engine.precision,
+            overlap=engine.overlaps_reduction(accelerator=accelerator),
+            lora=lora_of(engine),
             frozen_tower=not trains_tower(engine),
-        )  # fmt: skip
+        )
         self.sizes = self.states.sizes
         self.layout = self.states.layout
         self.accelerator = accelerator

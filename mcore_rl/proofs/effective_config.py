@@ -31,9 +31,7 @@ FREQUENCIES = "rotary_frequencies"
 RTOL = 1e-6  # of a double that was a float32 on the way
 # bfloat16 has 8 bits.  vLLM's table of cosines has the model's dtype; many rows tell a frequency better than one, but
 # not a factor, whose square is in the scale.  The factor of embeddings is rounded before the product, or after it.
-COARSER = {
-    FREQUENCIES: 2e-3, "rotary_factor": 2**-8, "softmax_scale": 2**-7, "embedding_scale": 2**-8
-}  # fmt: skip
+COARSER = {FREQUENCIES: 2e-3, "rotary_factor": 2**-8, "softmax_scale": 2**-7, "embedding_scale": 2**-8}
 MAX_ROWS = 4096  # of a table of cosines that are read
 INNER_NORMS = ("q_", "k_", "kv_")  # beginnings of the names of norms of queries, keys and latents
 SHOWN = 8  # layers that a message names one by one
@@ -171,8 +169,10 @@ def norm_fields(modules: Iterable[tuple[str, nn.Module]], hidden_size: int) -> d
 def gate_fields(activation: Callable[[Tensor], Tensor], clamp: float, offset: float) -> dict[str, Value]:
     """The gate of an MLP that clamps its halves and shifts the other one (gpt-oss)."""
     return {
-        "activation": activation_name(activation), "activation_clamp": float(clamp), "glu_linear_offset": float(offset),
-    }  # fmt: skip
+        "activation": activation_name(activation),
+        "activation_clamp": float(clamp),
+        "glu_linear_offset": float(offset),
+    }
 
 
 def rotary_fields(frequencies: Sequence[float], factor: float, scale: float, head_dim: int) -> dict[str, Value]:

@@ -175,9 +175,14 @@ def full_size_failures(
     for rank, local in shards:
         at = table.layout.coords(rank)
         holder = Holder(
-            at.tp, table.parallel.tp, at.etp, table.parallel.etp, kv_heads, "lm_head.weight" not in files,
+            at.tp,
+            table.parallel.tp,
+            at.etp,
+            table.parallel.etp,
+            kv_heads,
+            "lm_head.weight" not in files,
             linear_key_heads=config.get("linear_num_key_heads", 0),
-        )  # fmt: skip
+        )
         name = f"rank {rank}: {local.name}"
         try:
             right: Any = stated(statement, files, local.name, local.layer, local.expert, holder)  # type: ignore[arg-type]

@@ -247,9 +247,13 @@ ROLLOUT_EXPERTS = ("tp=2,dp=2,ep=2", "tp=2,dp=2,ep=4")
 TIES: dict[str, Any] = {"tie_word_embeddings": True}
 NO_TIES: dict[str, Any] = {"tie_word_embeddings": False}
 VARIANTS: tuple[dict[str, Any], ...] = (
-    TIES, NO_TIES, {"q_lora_rank": None}, {"attention_bias": False}, {"use_qk_norm": False},
+    TIES,
+    NO_TIES,
+    {"q_lora_rank": None},
+    {"attention_bias": False},
+    {"use_qk_norm": False},
     {"full_attention_interval": 4, "num_key_value_heads": 1},  # of qwen3_next, whose attention cuts gates within a head
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True)
@@ -495,11 +499,9 @@ def _same(one: Said, other: Said) -> bool:
         return False
     by_name = dict(other)
     return all(
-        name in by_name
-        and word.facts == by_name[name].facts
-        and np.array_equal(word.numbers, by_name[name].numbers)
+        name in by_name and word.facts == by_name[name].facts and np.array_equal(word.numbers, by_name[name].numbers)
         for name, word in one
-    )  # fmt: skip
+    )
 
 
 def why_unchanged(mutant: Mutant, rule: Rule, models: Sequence[ModelConfig]) -> str | None:
@@ -522,7 +524,8 @@ def why_unchanged(mutant: Mutant, rule: Rule, models: Sequence[ModelConfig]) -> 
         "axis": "without experts the axes of experts cut as tp does" if without_experts else None,
         "layers": "the family's layers are all of one kind, or the rule is outside the layers"
         if one_kind or rule.stage is not Stage.layer
-        else "the family has no linear attention, so every layer attends" if all_attend and rule.layers is Layers.all
+        else "the family has no linear attention, so every layer attends"
+        if all_attend and rule.layers is Layers.all
         else None,
         "stage": None if training else "a rollout rank has every stage; the stage orders what is sent",
         "stacked": "only rollout rules say whether experts are stacked" if training else None,
@@ -530,7 +533,7 @@ def why_unchanged(mutant: Mutant, rule: Rule, models: Sequence[ModelConfig]) -> 
         "stored_parts": None if training else NOT_STORED,
         "absent_ok": None if training else "only training rules are read from a checkpoint",
         "only": "every model of the family has the rule" if rule.only in (tied, untied) else None,
-    }  # fmt: skip
+    }
     return known.get(mutant.part)
 
 

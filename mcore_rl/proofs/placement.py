@@ -72,8 +72,13 @@ class MegatronTensor:
     @property
     def facts(self) -> dict[str, object]:
         """As ``Stored.facts``.  Every parameter of a language model is in its checkpoint."""
-        return {"layer": self.layer, "expert": self.expert, "dtype": self.dtype, "stored as": self.stored,
-                ABSENT: False}  # fmt: skip
+        return {
+            "layer": self.layer,
+            "expert": self.expert,
+            "dtype": self.dtype,
+            "stored as": self.stored,
+            ABSENT: False,
+        }
 
 
 @dataclass(frozen=True)
@@ -161,8 +166,13 @@ Said = list[tuple[str, Stored]]  # (name, word) of every tensor of a rank; a nam
 def facts_of(table: Table, local: LocalTensor) -> dict[str, object]:
     """What the training table ``table`` says of ``local``, as ``MegatronTensor.facts``."""
     stored = tuple((stored_key(part)[0], table.shape(part)[0]) for part in saved_parts(local))
-    return {"layer": local.layer, "expert": local.expert, "dtype": local.rule.dtype,
-            "stored as": stored, ABSENT: local.rule.absent_ok}  # fmt: skip
+    return {
+        "layer": local.layer,
+        "expert": local.expert,
+        "dtype": local.rule.dtype,
+        "stored as": stored,
+        ABSENT: local.rule.absent_ok,
+    }
 
 
 class TrainingWord:

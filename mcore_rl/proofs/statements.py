@@ -307,22 +307,27 @@ SANDWICH: dict[str, StatedParameter] = {
 # GatedDeltaNet in megatron/core/ssm/gated_delta_net.py; the norm of a head is whole on every rank.
 DELTA_NET: dict[str, StatedParameter] = {
     "self_attention.in_proj.weight": delta_projection(
-        "linear_attn.in_proj_qkvz.weight", "linear_attn.in_proj_ba.weight", "linear_attn.out_proj.weight",
-        "linear_attn.A_log", "linear_attn.norm.weight",
+        "linear_attn.in_proj_qkvz.weight",
+        "linear_attn.in_proj_ba.weight",
+        "linear_attn.out_proj.weight",
+        "linear_attn.A_log",
+        "linear_attn.norm.weight",
     ),
     "self_attention.conv1d.weight": delta_channels("linear_attn.conv1d.weight", "linear_attn.out_proj.weight"),
     "self_attention.dt_bias": rows("linear_attn.dt_bias"),
     "self_attention.A_log": rows("linear_attn.A_log"),
     "self_attention.out_norm.weight": whole("linear_attn.norm.weight"),
     "self_attention.out_proj.weight": columns("linear_attn.out_proj.weight"),
-}  # fmt: skip
+}
 # Qwen3_5GatedDeltaNet splits what in_proj_qkv makes into all queries, all keys, all values.
 FLAT_DELTA_NET = DELTA_NET | {
     "self_attention.in_proj.weight": flat_delta_projection(
-        "linear_attn.in_proj_qkv.weight", "linear_attn.in_proj_z.weight", "linear_attn.in_proj_b.weight",
+        "linear_attn.in_proj_qkv.weight",
+        "linear_attn.in_proj_z.weight",
+        "linear_attn.in_proj_b.weight",
         "linear_attn.in_proj_a.weight",
     ),
-}  # fmt: skip
+}
 GATED_ATTENTION: dict[str, StatedParameter] = {
     "self_attention.linear_qkv.weight": gated_grouped(
         "self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"

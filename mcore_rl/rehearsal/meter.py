@@ -63,10 +63,18 @@ _READS_ONE = aten._local_scalar_dense.default
 _INDEXED = (aten.index.Tensor, aten.index_put.default, aten.index_put_.default)
 # In place, but not of the elements.
 _CHANGE_SHAPES = (
-    aten.resize_.default, aten.set_.source_Storage, aten.set_.source_Storage_storage_offset, aten.set_.source_Tensor,
-    aten.squeeze_.dim, aten.unsqueeze_.default, aten.t_.default, aten.transpose_.default, aten.as_strided_.default,
-    aten.squeeze_.default, aten.detach_.default,
-)  # fmt: skip
+    aten.resize_.default,
+    aten.set_.source_Storage,
+    aten.set_.source_Storage_storage_offset,
+    aten.set_.source_Tensor,
+    aten.squeeze_.dim,
+    aten.unsqueeze_.default,
+    aten.t_.default,
+    aten.transpose_.default,
+    aten.as_strided_.default,
+    aten.squeeze_.default,
+    aten.detach_.default,
+)
 KNOWN = 64  # numbers of the host that go to the device: so many of a tensor are remembered
 _COPIES = (aten._to_copy.default, aten.copy_.default)
 

@@ -87,9 +87,17 @@ def part_of(
     loss = run.loss_of(role)
     local = replace(config, layer_spec=LayerSpec.local)
     planner = RolePlan(
-        role.name, model, local, of_run.parallel, layout.world_size, of_run.work, accelerator=of_run.accelerator,
-        head=role.head, with_full_kl=of_run.with_full_kl, states=of_run.states,
-    )  # fmt: skip
+        role.name,
+        model,
+        local,
+        of_run.parallel,
+        layout.world_size,
+        of_run.work,
+        accelerator=of_run.accelerator,
+        head=role.head,
+        with_full_kl=of_run.with_full_kl,
+        states=of_run.states,
+    )
     teachers = None
     if isinstance(run, RunConfig) and loss.distill is not None:
         planner.teacher_output = output_bytes(run, model, others, layout.tp)

@@ -218,9 +218,16 @@ def _passes(
         adapters = AdapterTable(table, lora)
     with _named(meter, BUILD, progress):
         engine = Engine(
-            part.role, part.model, part.parallel, config, groups, platform, head=part.head, adapters=adapters,
+            part.role,
+            part.model,
+            part.parallel,
+            config,
+            groups,
+            platform,
+            head=part.head,
+            adapters=adapters,
             train_tower=part.learns_to_see,
-        )  # fmt: skip
+        )
     _mark_state(meter, engine)
     if part.teachers is not None and groups.is_last_stage:
         engine.teacher = _teacher(part.teachers, part.model, groups, meter)

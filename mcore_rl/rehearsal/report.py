@@ -76,24 +76,33 @@ def traffic_rows(ledger: Ledger, phase: str) -> list[list[str]]:
     """The collectives of one phase."""
     return [
         [
-            key.group, str(key.size), key.operation, _runs(key.per_step), str(total.calls),
-            f"{total.payload / 2**30:.3f}", f"{total.wire / 2**30:.3f}",
+            key.group,
+            str(key.size),
+            key.operation,
+            _runs(key.per_step),
+            str(total.calls),
+            f"{total.payload / 2**30:.3f}",
+            f"{total.wire / 2**30:.3f}",
         ]
         for key, total in sorted(ledger.traffic.items(), key=lambda item: -item[1].wire)
         if key.phase == phase and key.size > 1
-    ]  # fmt: skip
+    ]
 
 
 def read_rows(ledger: Ledger) -> list[list[str]]:
     """Every place where the host waits for the device, by phase; the second training step is like the first."""
     return [
         [
-            read.phase, str(count), _runs(read.per_step), read.operation,
-            f"{read.path}:{read.line} {read.function}", reason_of(read) or "NOT ALLOWED",
+            read.phase,
+            str(count),
+            _runs(read.per_step),
+            read.operation,
+            f"{read.path}:{read.line} {read.function}",
+            reason_of(read) or "NOT ALLOWED",
         ]
         for read, count in ledger.reads.items()
         if read.phase != TRAIN_AGAIN
-    ]  # fmt: skip
+    ]
 
 
 def _runs(per_step: bool) -> str:
@@ -209,8 +218,13 @@ def rehearsal_values(rehearsal: Rehearsal, planned: Planned) -> dict[str, Any]:
         ],
         "communication": [
             {
-                "phase": key.phase, "group": key.group, "ranks": key.size, "operation": key.operation,
-                "per_step": key.per_step, "calls": total.calls, "payload_bytes": total.payload,
+                "phase": key.phase,
+                "group": key.group,
+                "ranks": key.size,
+                "operation": key.operation,
+                "per_step": key.per_step,
+                "calls": total.calls,
+                "payload_bytes": total.payload,
                 "wire_bytes": total.wire,
             }
             for key, total in ledger.traffic.items()
@@ -218,8 +232,13 @@ def rehearsal_values(rehearsal: Rehearsal, planned: Planned) -> dict[str, Any]:
         "operations": operations(rehearsal),
         "host_reads": [
             {
-                "phase": read.phase, "place": f"{read.path}:{read.line}", "function": read.function,
-                "operation": read.operation, "per_step": read.per_step, "count": count, "reason": reason_of(read),
+                "phase": read.phase,
+                "place": f"{read.path}:{read.line}",
+                "function": read.function,
+                "operation": read.operation,
+                "per_step": read.per_step,
+                "count": count,
+                "reason": reason_of(read),
             }
             for read, count in ledger.reads.items()
         ],
@@ -227,7 +246,7 @@ def rehearsal_values(rehearsal: Rehearsal, planned: Planned) -> dict[str, Any]:
         "seconds": rehearsal.seconds,
         "core_seconds": rehearsal.core_seconds,
         "resident_bytes": rehearsal.resident,
-    }  # fmt: skip
+    }
 
 
 def _by_kind(sizes: dict[MemoryKind, int]) -> dict[str, int]:

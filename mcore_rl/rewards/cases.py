@@ -46,9 +46,26 @@ REL_TOL = ABS_TOL = 1e-6  # of numbers with a fraction
 JUDGES: dict[str, Any] = {
     each.__name__: each
     for each in (
-        abs, all, any, bool, dict, float, int, isinstance, len, list, max, min, round, set, sorted, str, sum, tuple,
+        abs,
+        all,
+        any,
+        bool,
+        dict,
+        float,
+        int,
+        isinstance,
+        len,
+        list,
+        max,
+        min,
+        round,
+        set,
+        sorted,
+        str,
+        sum,
+        tuple,
     )
-} | {"isclose": math.isclose}  # fmt: skip
+} | {"isclose": math.isclose}
 _FORMS = (
     'Write {"inputs": [...], "outputs": [...]}, with "fn_name" for a function, or a list of asserts; '
     "or one of these as JSON text"
@@ -258,25 +275,68 @@ def _equals(value: Any, expected: Any) -> bool:
 
 
 _JUDGED = (
-    ast.Compare, ast.BoolOp, ast.UnaryOp, ast.BinOp, ast.Constant, ast.Tuple, ast.List, ast.Set, ast.Dict, ast.Call,
-    ast.Subscript, ast.Slice, ast.Name, ast.Attribute, ast.keyword, ast.cmpop, ast.boolop, ast.unaryop, ast.operator,
+    ast.Compare,
+    ast.BoolOp,
+    ast.UnaryOp,
+    ast.BinOp,
+    ast.Constant,
+    ast.Tuple,
+    ast.List,
+    ast.Set,
+    ast.Dict,
+    ast.Call,
+    ast.Subscript,
+    ast.Slice,
+    ast.Name,
+    ast.Attribute,
+    ast.keyword,
+    ast.cmpop,
+    ast.boolop,
+    ast.unaryop,
+    ast.operator,
     ast.expr_context,
-)  # fmt: skip
+)
 # What decides: never left to the program.
-_DECIDING = (ast.Compare, ast.BoolOp, ast.Not, ast.IfExp, ast.Lambda, ast.GeneratorExp, ast.ListComp, ast.SetComp,
-             ast.DictComp, ast.NamedExpr)  # fmt: skip
+_DECIDING = (
+    ast.Compare,
+    ast.BoolOp,
+    ast.Not,
+    ast.IfExp,
+    ast.Lambda,
+    ast.GeneratorExp,
+    ast.ListComp,
+    ast.SetComp,
+    ast.DictComp,
+    ast.NamedExpr,
+)
 _DECIDERS = {"all", "any", "bool", "isinstance", "isclose", "math"}
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 # Names by which tests look into the program's process.
 _INSIDE = {
-    "exec": "runs source", "eval": "runs source", "globals": "looks at namespaces", "__import__": "imports by name",
-    "importlib": "imports by name", "inspect": "looks at source", "mock": "replaces names", "patch": "replaces names",
-    "MagicMock": "replaces names", "redirect_stdout": "reads what is "
-                                                      "printed", "redirect_stderr": "reads what is printed",
-    "stdout": "reads what is printed", "stdin": "replaces the input", "modules": "looks at modules",
-}  # fmt: skip
-_CLASS_TESTS = {"isinstance": 1, "issubclass": 1, "raises": 0, "assertRaises": 0, "assertRaisesRegex": 0,
-                "assertIsInstance": 1, "assertNotIsInstance": 1}  # fmt: skip
+    "exec": "runs source",
+    "eval": "runs source",
+    "globals": "looks at namespaces",
+    "__import__": "imports by name",
+    "importlib": "imports by name",
+    "inspect": "looks at source",
+    "mock": "replaces names",
+    "patch": "replaces names",
+    "MagicMock": "replaces names",
+    "redirect_stdout": "reads what is printed",
+    "redirect_stderr": "reads what is printed",
+    "stdout": "reads what is printed",
+    "stdin": "replaces the input",
+    "modules": "looks at modules",
+}
+_CLASS_TESTS = {
+    "isinstance": 1,
+    "issubclass": 1,
+    "raises": 0,
+    "assertRaises": 0,
+    "assertRaisesRegex": 0,
+    "assertIsInstance": 1,
+    "assertNotIsInstance": 1,
+}
 
 
 def read_tests(source: str) -> AssertCase | JudgedCase | InsideCase:

@@ -26,9 +26,7 @@ def takes_completions(signature: inspect.Signature) -> bool:
 
 def required(signature: inspect.Signature) -> list[str]:
     """The names that a function of ``signature`` cannot be called without."""
-    return [
-        name for name, each in signature.parameters.items() if each.kind in NAMED and each.default is each.empty
-    ]  # fmt: skip
+    return [name for name, each in signature.parameters.items() if each.kind in NAMED and each.default is each.empty]
 
 
 class CompletionsFunction:

@@ -137,10 +137,33 @@ def install_filter(code: bytes) -> bool:
 
 def refuse_in_python(readable: list[str]) -> None:
     """Installs an audit hook for kernels without Landlock or seccomp.  It cannot be removed, but C code bypasses it."""
-    refused = ("socket.", "subprocess.", "ctypes.", "shutil.", "os.fork", "os.exec", "os.spawn", "os.posix_spawn",
-               "os.kill", "os.ch", "os.link", "os.symlink", "os.mk", "os.remove", "os.rename", "os.rmdir",
-               "os.truncate", "os.utime", "os.setxattr", "os.removexattr", "os.system", "os.forkpty", "os.startfile",
-               "signal.pthread_kill", "resource.prlimit")  # fmt: skip
+    refused = (
+        "socket.",
+        "subprocess.",
+        "ctypes.",
+        "shutil.",
+        "os.fork",
+        "os.exec",
+        "os.spawn",
+        "os.posix_spawn",
+        "os.kill",
+        "os.ch",
+        "os.link",
+        "os.symlink",
+        "os.mk",
+        "os.remove",
+        "os.rename",
+        "os.rmdir",
+        "os.truncate",
+        "os.utime",
+        "os.setxattr",
+        "os.removexattr",
+        "os.system",
+        "os.forkpty",
+        "os.startfile",
+        "signal.pthread_kill",
+        "resource.prlimit",
+    )
     roots = tuple(f"{path.rstrip('/')}/" for path in readable)
     writing = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 

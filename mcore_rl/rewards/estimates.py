@@ -49,8 +49,11 @@ def majority(answers: Sequence[str | None], correct: Sequence[bool]) -> float:
     All right answers count as one answer, however they are spelled, since the grader judged them equal to the ground
     truth.  A wrong None has no vote; without votes the result is 0.
     """
-    votes = Counter((True, "") if right else (False, answer) for answer, right in zip(answers, correct, strict=True)
-                    if right or answer is not None)  # fmt: skip
+    votes = Counter(
+        (True, "") if right else (False, answer)
+        for answer, right in zip(answers, correct, strict=True)
+        if right or answer is not None
+    )
     if not votes:
         return 0.0
     most = max(votes.values())

@@ -158,8 +158,12 @@ class Scorer:
         if score.error is not None and score.error.startswith("not_a_number"):
             raise trial_refusal(self._custom, request.key[0], score.error.partition(": ")[2])
         if score.error is not None:
-            logger.warning("%s, called for %s with the ground truth as the response: %s", self._custom.path,
-                           request.key[0], score.error)  # fmt: skip
+            logger.warning(
+                "%s, called for %s with the ground truth as the response: %s",
+                self._custom.path,
+                request.key[0],
+                score.error,
+            )
 
     def check_code_rows(self, rows: Iterable[tuple[str, str, object]]) -> list[str]:
         """Reads the test cases of every row that is graded as code.

@@ -28,9 +28,13 @@ def store_at(host: str) -> Iterator[int]:
     listener = socket.create_server((host, 0))
     port = int(listener.getsockname()[1])
     store = TCPStore(
-        host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach(),
+        host,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
         timeout=timedelta(seconds=60),
-    )  # fmt: skip
+    )
     try:
         yield port
     finally:

@@ -96,9 +96,17 @@ class TrainWorker(Answering):
         self.adapters = adapters = AdapterTable(self.table, spec.lora) if spec.lora else None
         self.trained = adapters or self.table  # the tensors that train
         self.engine = Engine(
-            spec.role, model, spec.parallel, spec.engine, self.groups, self.platform,
-            head=spec.head, trainable=spec.trains, adapters=adapters, train_tower=spec.train_tower,
-        )  # fmt: skip
+            spec.role,
+            model,
+            spec.parallel,
+            spec.engine,
+            self.groups,
+            self.platform,
+            head=spec.head,
+            trainable=spec.trains,
+            adapters=adapters,
+            train_tower=spec.train_tower,
+        )
         self._writer = StateWriter(self.platform)
         for name, directory in spec.beside.items():
             self._load(directory)

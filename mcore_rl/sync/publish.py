@@ -238,22 +238,42 @@ class Publisher(PlannedSend):
         tensors = _bound(chunks, table, rank)
         shown = PublishedTensors(tensors) if adapters is None else StoredTensors(tensors)
         super().__init__(
-            table, rollout, rank, tensors, shown, transport.sites, dtype=dtype, message_bytes=size,
+            table,
+            rollout,
+            rank,
+            tensors,
+            shown,
+            transport.sites,
+            dtype=dtype,
+            message_bytes=size,
             quantization=quantization,
-        )  # fmt: skip
+        )
         self.language: PlannedSend | None = None
         if frozen_tower and adapters is None:
             self.language = PlannedSend(
-                table, _without_tower(rollout), rank, tensors, shown, transport.sites, dtype=dtype, message_bytes=size,
+                table,
+                _without_tower(rollout),
+                rank,
+                tensors,
+                shown,
+                transport.sites,
+                dtype=dtype,
+                message_bytes=size,
                 quantization=quantization,
-            )  # fmt: skip
+            )
         self.adapters: PlannedSend | None = None
         if adapters is not None:
             tensors = _bound(chunks, adapters, rank)
             self.adapters = PlannedSend(
-                adapters, RolloutAdapterTable(rollout, adapters), rank, tensors,
-                ScaledAdapters(tensors, adapters.lora.scale), transport.sites, dtype=dtype, message_bytes=size,
-            )  # fmt: skip
+                adapters,
+                RolloutAdapterTable(rollout, adapters),
+                rank,
+                tensors,
+                ScaledAdapters(tensors, adapters.lora.scale),
+                transport.sites,
+                dtype=dtype,
+                message_bytes=size,
+            )
         self._outgoing: Outgoing | RoundOutgoing | None = None
         self._has_base = False  # whether all engines of the channel do
 

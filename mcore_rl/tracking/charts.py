@@ -478,9 +478,12 @@ def _figure(
     said = "; ".join(note for note in notes if note)
     keys = "".join(f'<li><i class="{colour}"></i>{escape(label)}</li>' for label, colour in names if colour)
     hover: dict[str, Any] = {
-        "start": x.start, "low": x.low, "apart": round((x.end - x.start) / (x.high - x.low), 6),
-        "names": names, "rows": [[*(round(place, 5) for place in at), *rows[at]] for at in sorted(rows, key=sum)],
-    }  # fmt: skip
+        "start": x.start,
+        "low": x.low,
+        "apart": round((x.end - x.start) / (x.high - x.low), 6),
+        "names": names,
+        "rows": [[*(round(place, 5) for place in at), *rows[at]] for at in sorted(rows, key=sum)],
+    }
     if hours:
         hover["unit"] = "h"
     data = escape(json.dumps(hover, separators=(",", ":")), quote=True)

@@ -84,9 +84,24 @@ IDLE = (("engines", APART), ("trainer", "perf/trainer_idle_share"))
 AHEAD = (("buffer", "rollout/buffer"), ("staleness", "rollout/staleness_max"))
 # What a narrow terminal does without, the first named first; metrics.jsonl has all of it.
 LEFT_OUT = (
-    "MFU", "logp diff", "grad", "lr", "entropy", "length", "buffer", "stale", "tok/s", "trn idle", "eng idle", "KL",
-    "acc", "val ECE", "val", "val loss", "seconds",
-)  # fmt: skip
+    "MFU",
+    "logp diff",
+    "grad",
+    "lr",
+    "entropy",
+    "length",
+    "buffer",
+    "stale",
+    "tok/s",
+    "trn idle",
+    "eng idle",
+    "KL",
+    "acc",
+    "val ECE",
+    "val",
+    "val loss",
+    "seconds",
+)
 ROWS_PER_HEADER = 25
 EVERY_S = 30.0  # between two lines of one activity, where there is no live line
 Cell = tuple[str, int, str]  # head, width, text

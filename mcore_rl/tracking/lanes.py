@@ -216,8 +216,12 @@ def read_lanes(path: Path) -> dict[int, StepLanes]:
     steps = {}
     for row in read_steps(path):
         match row:
-            case {"step": int() as step, "at": int() | float() as at, "seconds": int() | float() as seconds,
-                  "lanes": dict() as lanes}:  # fmt: skip
+            case {
+                "step": int() as step,
+                "at": int() | float() as at,
+                "seconds": int() | float() as seconds,
+                "lanes": dict() as lanes,
+            }:
                 spans = {str(name): tuple(_spans(each)) for name, each in lanes.items()}
                 steps[step] = StepLanes(float(at), float(seconds), spans)
     return steps

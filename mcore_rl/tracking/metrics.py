@@ -386,9 +386,22 @@ _TIME = (
 )
 
 METRICS: tuple[Metric, ...] = (
-    *_REWARD, *_JUDGE, *_SUPERVISED, *_PICTURES, *_PAIRS, *_PREFERRED, *_SCORES, *_VALIDATION, *_SAMPLES, *_AGENTS,
-    *_AGREEMENT, *_ADVANTAGES, *_UPDATES, *_PERFORMANCE, *_TIME,
-)  # fmt: skip
+    *_REWARD,
+    *_JUDGE,
+    *_SUPERVISED,
+    *_PICTURES,
+    *_PAIRS,
+    *_PREFERRED,
+    *_SCORES,
+    *_VALIDATION,
+    *_SAMPLES,
+    *_AGENTS,
+    *_AGREEMENT,
+    *_ADVANTAGES,
+    *_UPDATES,
+    *_PERFORMANCE,
+    *_TIME,
+)
 
 
 def metric_of(key: str) -> Metric:

@@ -20,11 +20,24 @@ BARS = "▁▂▃▄▅▆▇█"
 MAX_ROWS = 12  # of the curve
 # Keys of the run that say how it was trained, in the order of the card.
 SETTINGS = (
-    "algorithm.adv_estimator", "actor.loss_mode", "data.train_batch_size", "rollout.n", "rollout.temperature",
-    "data.max_prompt_length", "data.max_response_length", "actor.ppo_mini_batch_size", "actor.ppo_epochs",
-    "actor.optim.lr", "actor.use_kl_loss", "actor.kl_loss_coef", "algorithm.use_kl_in_reward", "data.seed",
-    "trainer.nnodes", "trainer.n_gpus_per_node", "actor.precision",
-)  # fmt: skip
+    "algorithm.adv_estimator",
+    "actor.loss_mode",
+    "data.train_batch_size",
+    "rollout.n",
+    "rollout.temperature",
+    "data.max_prompt_length",
+    "data.max_response_length",
+    "actor.ppo_mini_batch_size",
+    "actor.ppo_epochs",
+    "actor.optim.lr",
+    "actor.use_kl_loss",
+    "actor.kl_loss_coef",
+    "algorithm.use_kl_in_reward",
+    "data.seed",
+    "trainer.nnodes",
+    "trainer.n_gpus_per_node",
+    "actor.precision",
+)
 
 
 def model_card(title: str, source: Path) -> str:

@@ -16,10 +16,34 @@ from pathlib import Path
 # Characters that neither XML nor a screen can show.
 UNPRINTABLE = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
 
-LIGHT = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b8860b", "#56b4e9",
-         "#7a5195", "#8c564b", "#2f4b7c", "#8fb53a", "#e15759", "#8a8f98")  # fmt: skip
-DARK = ("#5ab4e6", "#ff9b54", "#3fcf9f", "#e7a5c9", "#e6c34a", "#9ad3f5",
-        "#b79ae0", "#c9a08f", "#8fa8e0", "#c4e07a", "#ff8f91", "#9aa0aa")  # fmt: skip
+LIGHT = (
+    "#0072b2",
+    "#d55e00",
+    "#009e73",
+    "#cc79a7",
+    "#b8860b",
+    "#56b4e9",
+    "#7a5195",
+    "#8c564b",
+    "#2f4b7c",
+    "#8fb53a",
+    "#e15759",
+    "#8a8f98",
+)
+DARK = (
+    "#5ab4e6",
+    "#ff9b54",
+    "#3fcf9f",
+    "#e7a5c9",
+    "#e6c34a",
+    "#9ad3f5",
+    "#b79ae0",
+    "#c9a08f",
+    "#8fa8e0",
+    "#c4e07a",
+    "#ff8f91",
+    "#9aa0aa",
+)
 NEUTRAL = len(LIGHT) - 1  # the colour of what is none of the named parts
 # Beyond the palette its hues come again, mixed with the ink and then with the paper, in either scheme.
 TINTS = ("{hue}", "color-mix(in srgb, {hue} 55%, var(--ink))", "color-mix(in srgb, {hue} 55%, var(--page))")

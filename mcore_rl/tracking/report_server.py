@@ -27,9 +27,16 @@ HOSTS = (LOOPBACK, "localhost")
 LOOK_S = 2  # between two looks of the page
 SHARE = 0.2  # of a core
 WATCHED = (
-    "metrics.jsonl", "timeline.jsonl", "lanes.jsonl", "environment.json", "config.yaml", "plan.json", OWNER, "rollouts",
+    "metrics.jsonl",
+    "timeline.jsonl",
+    "lanes.jsonl",
+    "environment.json",
+    "config.yaml",
+    "plan.json",
+    OWNER,
+    "rollouts",
     "validation",
-)  # fmt: skip
+)
 HEADERS = {
     "Content-Type": "text/html; charset=utf-8",
     "Cache-Control": "no-store",

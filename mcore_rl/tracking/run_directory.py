@@ -56,9 +56,16 @@ PACKAGES = (
     "pyarrow",
 )
 RECORDS = (
-    "metrics.jsonl", "timeline.jsonl", "lanes.jsonl", "schedule.jsonl", "rollouts", "validation", "record",
-    "media", "report.html",
-)  # fmt: skip
+    "metrics.jsonl",
+    "timeline.jsonl",
+    "lanes.jsonl",
+    "schedule.jsonl",
+    "rollouts",
+    "validation",
+    "record",
+    "media",
+    "report.html",
+)
 ENVIRONMENT = "environment.json"
 SETTINGS = ("config.yaml", ENVIRONMENT, "plan.json")  # without which records say nothing
 FINISHED = "finished_step"

@@ -44,9 +44,20 @@ MAX_BYTES = 450_000  # of a kind, as JSON
 MAX_TEXT = 3000  # characters of a prompt or a response
 PromptKey = tuple[str, str, str, str | None, tuple[int, ...]]  # as the script reads it, with numbers of pictures
 COLUMNS = (
-    "data_source", "prompt_id", "prompt", "ground_truth",
-    "response", "score", "correct", "num_tokens", "finish", "error", "segments", "reason", "images",
-)  # fmt: skip
+    "data_source",
+    "prompt_id",
+    "prompt",
+    "ground_truth",
+    "response",
+    "score",
+    "correct",
+    "num_tokens",
+    "finish",
+    "error",
+    "segments",
+    "reason",
+    "images",
+)
 MAX_PICTURES = 64  # of a report, different ones
 MAX_PICTURE_BYTES = 64 << 10  # of a file
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -253,12 +264,18 @@ def _plain(step: int, at: int, row: SampleRow, prompts: dict[PromptKey, int], pi
     turns = _turns(row.get("segments"))
     finish = row.get("reason") or row.get("finish")
     return [
-        step, prompts.setdefault(key, len(prompts)), score if abs(score) < float("inf") else None,
-        None if correct is None else int(bool(correct)), row.get("num_tokens"),
+        step,
+        prompts.setdefault(key, len(prompts)),
+        score if abs(score) < float("inf") else None,
+        None if correct is None else int(bool(correct)),
+        row.get("num_tokens"),
         None if finish is None else shortened(str(finish)),
         "" if turns else shortened(str(row.get("response", ""))),
-        None if error is None else shortened(str(error)), at, turns, row.get("finish") == "length",
-    ]  # fmt: skip
+        None if error is None else shortened(str(error)),
+        at,
+        turns,
+        row.get("finish") == "length",
+    ]
 
 
 def _turns(segments: object) -> list[list[Any]] | None:
@@ -272,12 +289,16 @@ def _turns(segments: object) -> list[list[Any]] | None:
             return None
         return [
             [
-                shortened(str(each["author"])), shortened(str(each["text"])), int(each["num_tokens"]),
-                int(bool(each["trained"])), None if each["reward"] is None else float(each["reward"]),
-                [int(version) for version in each.get("versions") or ()], round(float(each.get("tool_s") or 0.0), 2),
+                shortened(str(each["author"])),
+                shortened(str(each["text"])),
+                int(each["num_tokens"]),
+                int(bool(each["trained"])),
+                None if each["reward"] is None else float(each["reward"]),
+                [int(version) for version in each.get("versions") or ()],
+                round(float(each.get("tool_s") or 0.0), 2),
             ]
             for each in read[1:]
-        ]  # fmt: skip
+        ]
     except (ValueError, TypeError, LookupError, AttributeError, OverflowError):
         return None
 

@@ -17,8 +17,13 @@ from mcore_rl.tracking.run_files import RecordedRun
 
 STEPS_SHOWN = 6
 COLOURS: Mapping[State, int] = {  # of the page's palette; grey stands, red is in trouble
-    State.drawing: 0, State.training: 2, State.updating: 4, State.paused: 11, State.saving: 6, State.restarting: 10,
-}  # fmt: skip
+    State.drawing: 0,
+    State.training: 2,
+    State.updating: 4,
+    State.paused: 11,
+    State.saving: 6,
+    State.restarting: 10,
+}
 NOTE = (
     "What each engine and the trainer did in the newest steps. Where a lane is empty, it was idle; a step begins at "
     "each vertical line. An engine is paused where it stands for a weight update, before and after it receives. The "
@@ -111,9 +116,8 @@ def _timelines(run: RecordedRun, whole: dict[int, float]) -> str:
     ):
         picked.setdefault(step, []).append(what)
     figures = "".join(
-        timeline(f"Step {step}", ", ".join(what), run.timeline[step], whole[step])
-        for step, what in picked.items()
-    )  # fmt: skip
+        timeline(f"Step {step}", ", ".join(what), run.timeline[step], whole[step]) for step, what in picked.items()
+    )
     note = "When each phase of a step was open, from its begin on; a part of a phase stands below it."
     return f'<h3>A step, phase by phase</h3><p class="soft">{note}</p><div class="charts">{figures}</div>'
 

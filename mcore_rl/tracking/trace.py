@@ -83,9 +83,15 @@ def _of_phases(step: int, spans: Sequence[PhaseSpan], at: float, tracks: Sequenc
 
 def _complete(name: str, start: float, end: float, track: int, step: int) -> dict[str, Any]:
     return {
-        "ph": "X", "pid": PROCESS, "tid": track, "name": name, "cat": "lane", "ts": _us(start),
-        "dur": max(0, _us(end) - _us(start)), "args": {"step": step},
-    }  # fmt: skip
+        "ph": "X",
+        "pid": PROCESS,
+        "tid": track,
+        "name": name,
+        "cat": "lane",
+        "ts": _us(start),
+        "dur": max(0, _us(end) - _us(start)),
+        "args": {"step": step},
+    }
 
 
 def _us(seconds: float) -> int:

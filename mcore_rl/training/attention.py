@@ -141,9 +141,15 @@ class PackedAttention(MegatronModule):
             key_T, value_T = torch.split(both_T, [key_T.shape[-1], value_T.shape[-1]], dim=-1)
         if self.soft_cap is not None or self.softmax_offset is not None:
             return attend_in_blocks(
-                query_T, key_T, value_T, packed, self.softmax_scale, self.soft_cap, self.window,
+                query_T,
+                key_T,
+                value_T,
+                packed,
+                self.softmax_scale,
+                self.soft_cap,
+                self.window,
                 sinks=self.softmax_offset,
-            )  # fmt: skip
+            )
         attend = attend_varlen if varlen_can_run(query_T, value_T, packed, self.window) else attend_one_by_one
         return attend(query_T, key_T, value_T, packed, self.softmax_scale, self.window)
 

@@ -180,9 +180,17 @@ def takes_groups(kernel: Callable[..., Any]) -> bool:
 
 
 def _varlen(
-    query: Tensor, key: Tensor, value: Tensor, query_boundaries: Tensor, key_boundaries: Tensor,
-    max_queries: int, max_keys: int, *, scale: float, window: int | None,
-) -> Tensor:  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_boundaries: Tensor,
+    key_boundaries: Tensor,
+    max_queries: int,
+    max_keys: int,
+    *,
+    scale: float,
+    window: int | None,
+) -> Tensor:
     """Causal ``varlen_attn`` with a window of ``window`` tokens.
 
     A kernel that takes no groups gets each head of keys and values once for every query head that shares it: the same

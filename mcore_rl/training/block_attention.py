@@ -31,9 +31,17 @@ _BLOCK_BYTES = 128 * 2**20
 
 
 def attend_in_blocks(
-    query_T: Tensor, key_T: Tensor, value_T: Tensor, packed: PackedSequences, scale: float, cap: float | None,
-    window: int | None = None, *, sinks: Tensor | None = None, block_bytes: int | None = None,
-) -> Tensor:  # fmt: skip
+    query_T: Tensor,
+    key_T: Tensor,
+    value_T: Tensor,
+    packed: PackedSequences,
+    scale: float,
+    cap: float | None,
+    window: int | None = None,
+    *,
+    sinks: Tensor | None = None,
+    block_bytes: int | None = None,
+) -> Tensor:
     """[t, heads, value head_dim]; arguments as in ``attention_kernels``.  cap: positive, or None.
 
     sinks: [heads], the score of each head's sink; None: no head has one.
@@ -83,9 +91,16 @@ class _BlockAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query_T: Tensor, key_T: Tensor, value_T: Tensor, sinks: Tensor | None,
-        plan: tuple[tuple[slice, slice], ...], scale: float, cap: float | None, window: int | None,
-    ) -> Tensor:  # fmt: skip
+        ctx: Any,
+        query_T: Tensor,
+        key_T: Tensor,
+        value_T: Tensor,
+        sinks: Tensor | None,
+        plan: tuple[tuple[slice, slice], ...],
+        scale: float,
+        cap: float | None,
+        window: int | None,
+    ) -> Tensor:
         out_T = query_T.new_empty(*query_T.shape[:2], value_T.shape[-1])
         precise = torch.promote_types(query_T.dtype, torch.float32)
         log_sum_T = query_T.new_empty(*query_T.shape[:2], 1, dtype=precise)
@@ -120,9 +135,7 @@ class _BlockAttention(torch.autograd.Function):
             kept_TH1 = (sinks.to(log_sum_T.dtype)[:, None] - log_sum_T).exp()
             grad_sinks = (kept_TH1 * mean_T).sum((0, 2)).neg().to(sinks.dtype)
         for queries, keys in ctx.plan:
-            query, key, value = (
-                _grouped(x, groups) for x in (query_T[queries], key_T[keys], value_T[keys])
-            )  # fmt: skip
+            query, key, value = (_grouped(x, groups) for x in (query_T[queries], key_T[keys], value_T[keys]))
             grad_out, log_sum, mean = (_grouped(x[queries], groups) for x in (grad_out_T, log_sum_T, mean_T))
             scores = _scores(query, key, ctx.scale, ctx.cap)
             slope = ctx.scale

@@ -53,9 +53,12 @@ EXCHANGED = (
     | {("torch.distributed.checkpoint.storage", "WriteResult")}
     | {("torch.distributed.checkpoint.api", "CheckpointException")}
     | {("traceback", name) for name in ("FrameSummary", "StackSummary")}
-    | {("builtins", name) for name, error in vars(builtins).items()
-       if isinstance(error, type) and issubclass(error, Exception)}
-)  # fmt: skip
+    | {
+        ("builtins", name)
+        for name, error in vars(builtins).items()
+        if isinstance(error, type) and issubclass(error, Exception)
+    }
+)
 MISMATCH = "Give a checkpoint of this model"
 
 

@@ -83,9 +83,16 @@ def divergence(
     assert shapes == {(num_valid, hidden_MH.shape[1])}, f"{shapes} rows for {num_valid} columns"
     assert temperature > 0 and 0 < beta < 1 and kind is not Divergence.drawn
     settings = _Settings(
-        kind, beta, num_valid, 1.0 / temperature, soft_cap, teacher_soft_cap, group,
-        teachers=tuple(zip(rows, counts, strict=True)), rows=max(1, round(chunk_bytes / (4 * num_columns))),
-    )  # fmt: skip
+        kind,
+        beta,
+        num_valid,
+        1.0 / temperature,
+        soft_cap,
+        teacher_soft_cap,
+        group,
+        teachers=tuple(zip(rows, counts, strict=True)),
+        rows=max(1, round(chunk_bytes / (4 * num_columns))),
+    )
     value_M: Tensor = _Divergence.apply(logits_TV, hidden_MH, places_M, settings)  # type: ignore[no-untyped-call]
     return value_M.new_zeros(len(logits_TV)).index_add(0, places_M, value_M)
 

@@ -311,9 +311,15 @@ class Engine:
                 metrics |= self.routing.metrics(denominators)
             skipped = self._note_outcome(stepped.grad_norm, stepped.finite)
         return StepResult(
-            loss=loss_value, grad_norm=stepped.grad_norm, lr=lr, skipped=skipped, metrics=metrics, maxima=maxima,
-            saved_tokens=saved_tokens, scores=scores,
-        )  # fmt: skip
+            loss=loss_value,
+            grad_norm=stepped.grad_norm,
+            lr=lr,
+            skipped=skipped,
+            metrics=metrics,
+            maxima=maxima,
+            saved_tokens=saved_tokens,
+            scores=scores,
+        )
 
     def _count_choices(self, batch: TrainBatch, microbatches: list[Microbatch]) -> None:
         """Run a forward-only pass in which the routers count the choices of the whole global batch."""
@@ -433,17 +439,23 @@ class Engine:
     ) -> tuple[Tensor, Tensor | None]:
         """Log-probs and entropy, each [N]; rows that predict nothing hold arbitrary numbers."""
         return token_logprobs(
-            logits_NV, microbatch.labels_N, temperature=temperature, with_entropy=with_entropy,
-            skips_untrained=not self.platform.is_accelerator, **self._vocabulary,
-        )  # fmt: skip
+            logits_NV,
+            microbatch.labels_N,
+            temperature=temperature,
+            with_entropy=with_entropy,
+            skips_untrained=not self.platform.is_accelerator,
+            **self._vocabulary,
+        )
 
     @property
     def _vocabulary(self) -> dict[str, Any]:
         """The arguments that ``token_logprobs``, ``full_kl`` and ``divergence`` share."""
         return {
-            "vocab_size": self.model.vocab_size, "soft_cap": self.model.output_soft_cap, "group": self.groups.tp,
+            "vocab_size": self.model.vocab_size,
+            "soft_cap": self.model.output_soft_cap,
+            "group": self.groups.tp,
             "chunk_bytes": cache_sized_chunk_bytes(self.platform),
-        }  # fmt: skip
+        }
 
     def _loss_inputs(
         self, batch: TrainBatch, microbatch: Microbatch, output_NV: Tensor, temperature: float, with_entropy: bool

@@ -76,10 +76,18 @@ class PackedGatedDeltaNet(GatedDeltaNet):  # type: ignore[misc]  # Megatron is u
         groups = self.pg_collection
         dtype = self.config.params_dtype
         self.in_proj = build_module(
-            submodules.in_proj, config.hidden_size, self.in_proj_dim, config=config, init_method=config.init_method,
-            gather_output=False, bias=False, skip_bias_add=False, is_expert=False, tp_comm_buffer_name="fc1",
+            submodules.in_proj,
+            config.hidden_size,
+            self.in_proj_dim,
+            config=config,
+            init_method=config.init_method,
+            gather_output=False,
+            bias=False,
+            skip_bias_add=False,
+            is_expert=False,
+            tp_comm_buffer_name="fc1",
             tp_group=groups.tp,
-        )  # fmt: skip
+        )
         channels = self.conv_dim_local_tp
         taps = self.linear.conv_kernel_dim
         # Where Megatron's ``reset_parameters`` computes what it writes into them.
@@ -93,10 +101,18 @@ class PackedGatedDeltaNet(GatedDeltaNet):  # type: ignore[misc]  # Megatron is u
             submodules.out_norm, config=config, hidden_size=self.linear.value_head_dim, eps=config.layernorm_epsilon
         )
         self.out_proj = build_module(
-            submodules.out_proj, self.v_dim, config.hidden_size, config=config,
-            init_method=config.output_layer_init_method, bias=False, input_is_parallel=True, skip_bias_add=True,
-            is_expert=False, tp_comm_buffer_name="fc2", tp_group=groups.tp,
-        )  # fmt: skip
+            submodules.out_proj,
+            self.v_dim,
+            config.hidden_size,
+            config=config,
+            init_method=config.output_layer_init_method,
+            bias=False,
+            input_is_parallel=True,
+            skip_bias_add=True,
+            is_expert=False,
+            tp_comm_buffer_name="fc2",
+            tp_group=groups.tp,
+        )
 
     def forward(
         self,

@@ -110,17 +110,32 @@ class LatentAttention(Attention):
 
         def down(kind: type, width: int, name: str) -> torch.nn.Module:
             return build_module(
-                kind, config.hidden_size, width, parallel_mode="duplicated", config=config, bias=False,
-                init_method=config.init_method, skip_bias_add=False, skip_weight_param_allocation=False,
+                kind,
+                config.hidden_size,
+                width,
+                parallel_mode="duplicated",
+                config=config,
+                bias=False,
+                init_method=config.init_method,
+                skip_bias_add=False,
+                skip_weight_param_allocation=False,
                 tp_comm_buffer_name=name,
-            )  # fmt: skip
+            )
 
         def up(kind: type, inputs: int, head_width: int, name: str) -> torch.nn.Module:
             return build_module(
-                kind, inputs, heads * head_width, config=config, bias=False, init_method=config.init_method,
-                gather_output=False, skip_bias_add=False, is_expert=False, tp_comm_buffer_name=name,
+                kind,
+                inputs,
+                heads * head_width,
+                config=config,
+                bias=False,
+                init_method=config.init_method,
+                gather_output=False,
+                skip_bias_add=False,
+                is_expert=False,
+                tp_comm_buffer_name=name,
                 tp_group=self.pg_collection.tp,
-            )  # fmt: skip
+            )
 
         def norm(kind: type, width: int) -> torch.nn.Module:
             return build_module(kind, hidden_size=width, config=config, eps=config.layernorm_epsilon)

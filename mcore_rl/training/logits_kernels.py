@@ -29,9 +29,18 @@ def _capped(x, soft_cap):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _sum_kernel(  # type: ignore[no-untyped-def]
-    logits, stride, maxima, sums, weighted, inverse_temperature, soft_cap, num_columns: tl.constexpr,
-    HAS_CAP: tl.constexpr, WITH_ENTROPY: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+    logits,
+    stride,
+    maxima,
+    sums,
+    weighted,
+    inverse_temperature,
+    soft_cap,
+    num_columns: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    WITH_ENTROPY: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     """A row for each program."""
     row = tl.program_id(0).to(tl.int64)
     maximum, total, mean = -FLOAT_MAX, 0.0, 0.0
@@ -58,9 +67,18 @@ def _sum_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _gradient_kernel(  # type: ignore[no-untyped-def]
-    logits, stride, maxima, offsets, slopes, inverse_temperature, soft_cap, num_columns: tl.constexpr,
-    HAS_CAP: tl.constexpr, HAS_SLOPE: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+    logits,
+    stride,
+    maxima,
+    offsets,
+    slopes,
+    inverse_temperature,
+    soft_cap,
+    num_columns: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    HAS_SLOPE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     """``COLUMNS`` of a row for each program; a row without a gradient is not read."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -94,9 +112,19 @@ def local_sums(
     maxima_T1, sums_T1, weighted_T1 = logits_TV.new_empty((3, num_tokens, 1), dtype=torch.float32)
     if num_tokens:
         _sum_kernel[(num_tokens,)](
-            logits_TV, logits_TV.stride(0), maxima_T1, sums_T1, weighted_T1, inverse_temperature, soft_cap or 1.0,
-            num_columns, HAS_CAP=soft_cap is not None, WITH_ENTROPY=with_entropy, COLUMNS=COLUMNS, num_warps=WARPS,
-        )  # fmt: skip
+            logits_TV,
+            logits_TV.stride(0),
+            maxima_T1,
+            sums_T1,
+            weighted_T1,
+            inverse_temperature,
+            soft_cap or 1.0,
+            num_columns,
+            HAS_CAP=soft_cap is not None,
+            WITH_ENTROPY=with_entropy,
+            COLUMNS=COLUMNS,
+            num_warps=WARPS,
+        )
     return maxima_T1, sums_T1, weighted_T1
 
 
@@ -114,6 +142,14 @@ def overwrite_with_gradient(
         return
     vectors = (x_T1.contiguous() for x_T1 in (max_T1, offset_T1, offset_T1 if slope_T1 is None else slope_T1))
     _gradient_kernel[(num_tokens, triton.cdiv(num_columns, COLUMNS))](
-        logits_TV, logits_TV.stride(0), *vectors, inverse_temperature, soft_cap or 1.0, num_columns,
-        HAS_CAP=soft_cap is not None, HAS_SLOPE=slope_T1 is not None, COLUMNS=COLUMNS, num_warps=WARPS,
-    )  # fmt: skip
+        logits_TV,
+        logits_TV.stride(0),
+        *vectors,
+        inverse_temperature,
+        soft_cap or 1.0,
+        num_columns,
+        HAS_CAP=soft_cap is not None,
+        HAS_SLOPE=slope_T1 is not None,
+        COLUMNS=COLUMNS,
+        num_warps=WARPS,
+    )

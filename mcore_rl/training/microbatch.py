@@ -393,9 +393,13 @@ def _build(
         real = [run.length for run in runs] or [1]
         trunks = tuple(run.trunk for run in runs)
         packing = PackedSequences.of(
-            real, tuple(padded), cp=layout.cp, cp_rank=coords.cp, device=device,
+            real,
+            tuple(padded),
+            cp=layout.cp,
+            cp_rank=coords.cp,
+            device=device,
             trunks=trunks if any(trunk is not None for trunk in trunks) else (),
-        )  # fmt: skip
+        )
         if batch.positions_T3 is not None:
             held_N3 = batch.positions_T3[sources_N.clamp(min=0)]
             packing.positions_3N = held_N3.masked_fill(sources_N[:, None] == NOWHERE, 0).T.contiguous()

@@ -190,9 +190,15 @@ def _experts(model: ModelConfig, layer_spec: LayerSpec) -> dict[str, Any]:
 
 
 def build_chunks(
-    model: ModelConfig, config: TransformerConfig, parallel: ParallelConfig, layer_spec: LayerSpec,
-    groups: ProcessGroups, *, head: Head, train_tower: bool = False,
-) -> list[GPTModel]:  # fmt: skip
+    model: ModelConfig,
+    config: TransformerConfig,
+    parallel: ParallelConfig,
+    layer_spec: LayerSpec,
+    groups: ProcessGroups,
+    *,
+    head: Head,
+    train_tower: bool = False,
+) -> list[GPTModel]:
     """The model chunks of this rank, one per virtual stage, with Megatron's initial weights.
 
     head: a value head takes the place of the output projection in the last stage, and is never tied to the embedding;

@@ -322,9 +322,15 @@ class ReshardPlan:
         ):
             for source_slice, target_slice in self.geometries[number].parts:
                 yield Copy(
-                    source_rank, names.chunk, names.source, source_slice, target_rank, names.target, names.slot,
+                    source_rank,
+                    names.chunk,
+                    names.source,
+                    source_slice,
+                    target_rank,
+                    names.target,
+                    names.slot,
                     target_slice,
-                )  # fmt: skip
+                )
 
     def names(self, rows: NDArray[np.integer]) -> Iterator[Names]:
         """The names of each of ``rows`` on both sides."""

@@ -64,9 +64,14 @@ class PromptGroups:
         scores_S = torch.where(member_S, scores_S - lowest_G[index_S], 0)
         sizes_S = torch.zeros(len(groups), dtype=torch.int64).index_add(0, index_S, member_S.long())[index_S]
         return cls(
-            scores_S=scores_S, raw_S=raw_S, counts_S=counts_S, member_S=member_S, index_S=index_S, sizes_S=sizes_S,
+            scores_S=scores_S,
+            raw_S=raw_S,
+            counts_S=counts_S,
+            member_S=member_S,
+            index_S=index_S,
+            sizes_S=sizes_S,
             parts_SK=parts_SK,
-        )  # fmt: skip
+        )
 
     @property
     def ranked_S(self) -> Tensor:

@@ -133,9 +133,12 @@ class Spreads(SentAsArrays):
         """The statistics of values that are equal within a sequence: ``counts_S`` times ``x_S``."""
         values_S = torch.where(counts_S > 0, x_S.double(), 0)
         return cls(
-            counts_S=counts_S.double(), means_S=values_S, squares_S=torch.zeros_like(values_S),
-            lows_S=values_S, highs_S=values_S,
-        )  # fmt: skip
+            counts_S=counts_S.double(),
+            means_S=values_S,
+            squares_S=torch.zeros_like(values_S),
+            lows_S=values_S,
+            highs_S=values_S,
+        )
 
     def of_sequences(self, chosen_S: Tensor) -> Spreads:
         """Those of the sequences where ``chosen_S``, bool, is set."""

@@ -82,9 +82,11 @@ class JudgeEngines:
         except Exception as error:
             raise JudgeError(str(error)) from error
         sampling = Sampling(
-            max_tokens=request["max_tokens"], temperature=request["temperature"], seed=request["seed"],
+            max_tokens=request["max_tokens"],
+            temperature=request["temperature"],
+            seed=request["seed"],
             stop_token_ids=(int(self._tokenizer.eos_token_id),),
-        )  # fmt: skip
+        )
         try:
             asked = Request(prompt=Prompt(id=key_of(request), tokens=tuple(tokens)))
             sample = await self._engines.sample(asked, sampling)

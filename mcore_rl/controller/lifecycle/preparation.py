@@ -264,9 +264,12 @@ def prepare(config: RunConfig, platform: Platform) -> Prepared:
     tokenizer = load_tokenizer(config.model.tokenizer_path or directory)
     refuse_if_any([*vocabulary_violations(config, tokenizer), *answer_violations(config.reward, tokenizer)])
     agents = AgentRunner(
-        config.rollout.agent, config.reward.code, tokenizer, config.data.chat_template_kwargs,
+        config.rollout.agent,
+        config.reward.code,
+        tokenizer,
+        config.data.chat_template_kwargs,
         config.data.max_prompt_length,
-    )  # fmt: skip
+    )
     train, validation = _prompts(config, tokenizer, agents, picture_reader(config.data, policy))
     if train is not None and config.teachers is not None and config.teachers.by_source:
         refuse_if_any(list(teacher_violations(config.teachers, train.data_sources)))

@@ -137,9 +137,13 @@ class Start:
         model = self.prepared.models[config.policy.name]
         processes = ProcessMemory.of(cluster_at_hand(config.trainer, platform))
         room = serving(
-            model, config.rollout, device_bytes=None, processes=processes, latent_attention=False,
+            model,
+            config.rollout,
+            device_bytes=None,
+            processes=processes,
+            latent_attention=False,
             lora=engine_lora(config, model),
-        )  # fmt: skip
+        )
         per_rank = room.weights + room.adapters + room.working + room.cache + room.packed + processes.engine
         return Starting(
             trainer=config.trainer,
@@ -153,9 +157,14 @@ class Start:
 
     async def _roles(self, places: Places, stack: AsyncExitStack) -> dict[str, TrainGroup]:
         return await start_roles(
-            self.config, self.prepared.checkpoint, places, self.platform, self.store, stack,
+            self.config,
+            self.prepared.checkpoint,
+            places,
+            self.platform,
+            self.store,
+            stack,
             leaves_behind=self.leaves_behind,
-        )  # fmt: skip
+        )
 
     async def _engines(
         self, places: Places, watchdog: Watchdog, stack: AsyncExitStack, trainers: TrainGroup | None = None

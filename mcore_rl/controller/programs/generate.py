@@ -157,9 +157,15 @@ def _prompts(config: GenerateConfig, tokenizer: PreTrainedTokenizerBase, agents:
     _, model = model_of(read_config(model_directory(config)), pictures=config.data.sees_pictures)
     pictures = picture_reader(config.data, model)
     prompts = PromptSet.load(
-        files, config.data.prompts, tokenizer,
-        max_samples=limit, title=title, graded=False, agents=agents, pictures=pictures,
-    )  # fmt: skip
+        files,
+        config.data.prompts,
+        tokenizer,
+        max_samples=limit,
+        title=title,
+        graded=False,
+        agents=agents,
+        pictures=pictures,
+    )
     taken = taken_columns(prompts.table().column_names)
     if taken:
         problem = f"there is a column {', '.join(taken)} already. Rename it, or generate from the file without it"

@@ -92,9 +92,14 @@ async def open_run(config: RunConfig, living: LivingEngines | None = None) -> As
         engine_set = EngineSet(kept.members, pool, restarter, updater, layout, connect)
         weights = WeightSync(updater, restarter, pool, trainer.guards.check_weights_freq, engine_set)
         devices = DeviceSharing(
-            trainer.placement, groups[policy], pool, weights, restarter, kept.scorers,
+            trainer.placement,
+            groups[policy],
+            pool,
+            weights,
+            restarter,
+            kept.scorers,
             keep_base=engine_adapters(config) is not None or (config.sees_pictures and not config.actor.trains_tower),
-        )  # fmt: skip
+        )
         elastic = ElasticEngines(start.directory, start.newcomers(kept, living), engine_set, pool, weights, devices)
         samples = ResendingPool(pool, restarter, devices, weights)
         recorded = prepared.models[policy] if config.actor.router_replay is RouterReplay.r3 else None

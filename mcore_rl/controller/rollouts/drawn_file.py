@@ -181,9 +181,13 @@ def _episode_rest(episode: Episode) -> dict[str, Any]:
 
 
 def _episode(
-    row: PromptRow, index: int, tokens: NDArray[np.int32], logprobs: NDArray[np.float32], experts: bytes | None,
+    row: PromptRow,
+    index: int,
+    tokens: NDArray[np.int32],
+    logprobs: NDArray[np.float32],
+    experts: bytes | None,
     rest: Mapping[str, Any],
-) -> Episode:  # fmt: skip
+) -> Episode:
     score, agent, segments, at, scored = rest["score"], rest["agent"], [], 0, 0
     for each in rest["segments"]:
         start, at = at, at + each["tokens"]

@@ -147,9 +147,14 @@ def _estimated(stats: SequenceStats, groups: StepBatch, algorithm: AlgorithmConf
     outcomes, sample_S = groups.outcomes, groups.sample_S
     if sample_S is None:
         return estimate(
-            groups.group_S, stats.scores_S, stats.counts_S, stats.advantages, algorithm,
-            members_S=stats.members_S, parts_SK=outcomes.parts_SK,
-        )  # fmt: skip
+            groups.group_S,
+            stats.scores_S,
+            stats.counts_S,
+            stats.advantages,
+            algorithm,
+            members_S=stats.members_S,
+            parts_SK=outcomes.parts_SK,
+        )
     count = int(sample_S[-1]) + 1
 
     def sums(x_S: Tensor) -> Tensor:
@@ -162,9 +167,14 @@ def _estimated(stats: SequenceStats, groups: StepBatch, algorithm: AlgorithmConf
     members_N = sums(stats.members_S)
     scores_N = sums(own_S) + torch.where(members_N > 0, outcomes.scores_S[firsts], 0)
     of_samples = estimate(
-        groups.group_S[firsts], scores_N, sums(stats.counts_S), stats.advantages, algorithm, members_S=members_N,
+        groups.group_S[firsts],
+        scores_N,
+        sums(stats.counts_S),
+        stats.advantages,
+        algorithm,
+        members_S=members_N,
         parts_SK=None if outcomes.parts_SK is None else outcomes.parts_SK[firsts],
-    )  # fmt: skip
+    )
     if of_samples.advantages_S is None:
         return of_samples
     return replace(of_samples, advantages_S=of_samples.advantages_S[sample_S])

@@ -348,17 +348,26 @@ def _placed_adapters(
     )
     with set_current_vllm_config(config):
         manager = create_lora_manager(
-            model, max_num_seqs=1, max_num_batched_tokens=8, vocab_size=config.model_config.get_vocab_size(),
-            lora_config=config.lora_config, vllm_config=config, device=torch.device("cpu"),
+            model,
+            max_num_seqs=1,
+            max_num_batched_tokens=8,
+            vocab_size=config.model_config.get_vocab_size(),
+            lora_config=config.lora_config,
+            vllm_config=config,
+            device=torch.device("cpu"),
             lora_manager_cls=LRUCacheLoRAModelManager,
-        )  # fmt: skip
+        )
         mapper = manager.model.hf_to_vllm_mapper if hasattr(manager.model, "hf_to_vllm_mapper") else None
         peft = PEFTHelper.from_dict({"r": rank, "lora_alpha": rank, "target_modules": "all-linear"})
         adapter = LoRAModel.from_lora_tensors(
-            ADAPTER, dict(tensors), peft, device="cpu", dtype=torch.float64,
+            ADAPTER,
+            dict(tensors),
+            peft,
+            device="cpu",
+            dtype=torch.float64,
             model_vocab_size=config.model_config.get_vocab_size(),
             weights_mapper=None if mapper is None else mapper.get_rename_mapper(),
-        )  # fmt: skip
+        )
         manager.add_adapter(adapter)
         manager.activate_adapter(ADAPTER)
     slot = manager.lora_index_to_id.index(ADAPTER)

@@ -303,8 +303,10 @@ def _head_violations(directory: Path, architecture: str, hidden_size: int) -> li
         held = {name: info.shape for name, info in checkpoint.tensors.items() if name.startswith("score.")}
     if held == wanted:
         return []
-    written = {key: ", ".join(f"{name} {list(shape)}" for name, shape in each.items()) or "none"
-               for key, each in (("held", held), ("wanted", wanted))}  # fmt: skip
+    written = {
+        key: ", ".join(f"{name} {list(shape)}" for name, shape in each.items()) or "none"
+        for key, each in (("held", held), ("wanted", wanted))
+    }
     problem = f"the head of a {architecture} of one label is {written['wanted']}, and the files have {written['held']}"
     return [Violation(PATH, str(directory), problem, "Name the checkpoint of a trained reward model")]
 

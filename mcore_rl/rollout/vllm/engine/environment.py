@@ -139,16 +139,21 @@ def engine_environment(
             environment |= settings_of_a_new_process(ENGINE_MAX_CACHED_BYTES, environ)
         return environment
     shares = core_shares(cores, max(1, config.tp // node.nnodes))
-    return environment | consistent_environment(platform.kind, ()) | UNCOMPILED | {
-        # With one rank, it runs in the process of vLLM's EngineCore; the platform would start another process for it,
-        # which imports vLLM once more (platforms/cpu.py, check_and_update_config).
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "1" if config.tp > 1 else "0",
-        "VLLM_CPU_OMP_THREADS_BIND": "|".join(",".join(map(str, share)) for share in shares),
-        "OMP_NUM_THREADS": str(len(shares[0])),
-        "VLLM_CPU_KVCACHE_SPACE": None,  # it would overrule kv_cache_memory_bytes
-        # The CPU kernels of latent attention require dimensions that small models do not have.
-        "VLLM_MLA_DISABLE": "1",
-    }  # fmt: skip
+    return (
+        environment
+        | consistent_environment(platform.kind, ())
+        | UNCOMPILED
+        | {
+            # With one rank, it runs in the process of vLLM's EngineCore; the platform would start another process
+            # for it, which imports vLLM once more (platforms/cpu.py, check_and_update_config).
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "1" if config.tp > 1 else "0",
+            "VLLM_CPU_OMP_THREADS_BIND": "|".join(",".join(map(str, share)) for share in shares),
+            "OMP_NUM_THREADS": str(len(shares[0])),
+            "VLLM_CPU_KVCACHE_SPACE": None,  # it would overrule kv_cache_memory_bytes
+            # The CPU kernels of latent attention require dimensions that small models do not have.
+            "VLLM_MLA_DISABLE": "1",
+        }
+    )
 
 
 def picture_folder() -> Path:
