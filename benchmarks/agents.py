@@ -51,10 +51,12 @@ from mcore_rl.rollout.vllm.engine.admission import admit
 from mcore_rl.rollout.vllm.engine.process import EngineProcess, start_engine
 from mcore_rl.rollout.vllm.tool_parsers import ReadCalls
 
-BUSY, OVERHEAD = 0.9, 1.1
+BUSY = 0.9
+OVERHEAD = 1.1
 AT_ONCE = 32  # episodes of the second measurement
 TURN_TOKENS = 24  # mean of a turn
-PROMPT, RESPONSE = 256, 1536
+PROMPT = 256
+RESPONSE = 1536
 PARSER = "def read_calls(text):\n    return [{'name': 'sleep', 'arguments': {}}]\n"
 TOOLS = """
 tools:
@@ -67,13 +69,16 @@ class Awake:
     """Seconds in which at least one episode went on and was not asleep."""
 
     def __init__(self) -> None:
-        self.count, self.seconds, self._since = 0, 0.0, 0.0
+        self.count = 0
+        self.seconds = 0.0
+        self._since = 0.0
 
     def add(self, change: int) -> None:
         """So many more are awake."""
         if self.count:
             self.seconds += time.perf_counter() - self._since
-        self.count, self._since = self.count + change, time.perf_counter()
+        self.count = self.count + change
+        self._since = time.perf_counter()
 
 
 class Sleep(EpisodeTool):
@@ -147,8 +152,11 @@ class Bench:
     def __init__(self, engine: EngineProcess, tokenizer: Any, folder: Path, turns: int, num_seqs: int) -> None:
         (folder / "parser.py").write_text(PARSER)
         (folder / "tools.yaml").write_text(TOOLS)
-        self.engine, self.tokenizer, self.turns = engine, tokenizer, turns
-        self.pool, self._version = EnginePool([engine], num_seqs), 0
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self.turns = turns
+        self.pool = EnginePool([engine], num_seqs)
+        self._version = 0
         config = AgentConfig(
             tool_config_path=str(folder / "tools.yaml"),
             tool_parser=f"{folder}/parser.py:read_calls",
@@ -156,14 +164,16 @@ class Bench:
             max_tool_s=3600.0,
             tool_timeout_s=600.0,
         )
-        self.config, self.runner = config, AgentRunner(config, CodeConfig(), tokenizer)
+        self.config = config
+        self.runner = AgentRunner(config, CodeConfig(), tokenizer)
         # One token in so many ends a turn: a random model draws them all alike.
         ends = range(2, len(tokenizer), TURN_TOKENS)
         self.sampling = Sampling(max_tokens=RESPONSE, stop_token_ids=tuple(ends), ignore_eos=True, seed=1)
 
     async def busy(self, count: int, median_s: float) -> float:
         """The engine's busy share of the time that the tools leave."""
-        Sleep.median_s, Sleep.awake = median_s, Awake()
+        Sleep.median_s = median_s
+        Sleep.awake = Awake()
         before, begun = await self.engine.statistics(), time.perf_counter()
 
         async def one(number: int, row: PromptRow) -> int:
@@ -175,7 +185,8 @@ class Bench:
         tokens = await asyncio.gather(*(one(*each) for each in enumerate(rows(self.tokenizer, count, "busy"))))
         wall = time.perf_counter() - begun
         after = await self.engine.statistics()
-        busy_s, left_s = after.busy_s - before.busy_s, Sleep.awake.seconds
+        busy_s = after.busy_s - before.busy_s
+        left_s = Sleep.awake.seconds
         drawn = after.generated_tokens - before.generated_tokens
         print(
             f"{count} episodes of {self.turns} turns, tools of {median_s:g} s in the median: {wall:.1f} s, of which "
@@ -191,7 +202,8 @@ class Bench:
         return agent, await self._over_raw(f"http{number}", self._program)
 
     async def _over_raw(self, salt: str, run: Any) -> float:
-        recorder, given = Recorder(self.pool), rows(self.tokenizer, AT_ONCE, salt)
+        recorder = Recorder(self.pool)
+        given = rows(self.tokenizer, AT_ONCE, salt)
         await self._cold()
         begun = time.perf_counter()
         await run(recorder, given)

@@ -53,7 +53,8 @@ from mcore_rl.tracking.jsonl import read_metrics
 
 ROOT = Path(__file__).resolve().parents[1]
 TARGET = 1.4
-PROMPTS, RESPONSES = 16, 4
+PROMPTS = 16
+RESPONSES = 4
 LENGTHS = Lognormal(48.0, 256)
 WARM_UP = 2  # steps, and as many as the bound, before those that count
 SIZES = {
@@ -274,7 +275,8 @@ def costs_of(folder: Path, run: Path) -> tuple[EngineCosts, TrainerCosts, int]:
     """
     calls = [json.loads(line) for line in (folder / f"{run.name}.{ENDED}").read_text().splitlines()]
     batches = drawn_together([(begun, ends) for begun, ends in calls])
-    table, times = [], []
+    table = []
+    times = []
     for ends in batches[WARM_UP:]:
         lengths = np.sort([length for length, _ in ends])
         for length, seconds in ends:

@@ -27,7 +27,8 @@ from rich.table import Table
 
 from mcore_rl.data.balance import balance, imbalance
 
-TARGET, TARGET_S = 1.02, 1.0
+TARGET = 1.02
+TARGET_S = 1.0
 LARGE = (100_000, 1_024)
 CASES = ((128, 16), (1_024, 8), (1_024, 64), (1_024, 128), (1_024, 256), (8_192, 64), (8_192, 1_024), LARGE)
 
@@ -84,7 +85,8 @@ def evaluate(source: str, lengths: Sequence[int], num_ranks: int) -> Result:
     """One row of the table."""
     ours_s, ours = seconds(lambda: balance(lengths, num_ranks))
     any_count_s, any_count = seconds(lambda: balance(lengths, num_ranks, equal_size=False))
-    verl_s, verl = None, None
+    verl_s = None
+    verl = None
     if len(lengths) % num_ranks == 0:
         verl_s, shards = seconds(lambda: karmarkar_karp(lengths, num_ranks))
         verl = imbalance(lengths, shards)

@@ -59,7 +59,8 @@ BEFORE = {
     "EAGER_LAYER_S": 1e-4,
 }
 DEVICES = {"MI300X": 1.0, "GB200": 1.0}
-ROUNDS, NUDGE = 3, 1.1
+ROUNDS = 3
+NUDGE = 1.1
 PRIOR = 0.02  # how much that counts against a row
 
 
@@ -76,7 +77,8 @@ def planned_parts(run: MeasuredRun) -> dict[str, float]:
     """The planned seconds by the parts of ``MeasuredRun.seconds``; ``step`` is without ``sync``."""
     config, model, cluster = composed_row(run.name)
     seconds = dict(plan(config, model, cluster, other_models(config)).seconds)
-    sync, generate = seconds.pop("sync"), seconds.pop("generate")
+    sync = seconds.pop("sync")
+    generate = seconds.pop("generate")
     update = sum(each for part, each in seconds.items() if part.startswith("update"))
     scored = sum(seconds.values()) - update
     parts = {"generate": generate, "logprobs": scored, "update": update, "sync": sync}
@@ -174,7 +176,8 @@ def begun() -> dict[str, float]:
 
 def fitted(without: str = "") -> dict[str, float]:
     """The constants that fit all rows but one best: least squares of logarithms, a row's parts together as one."""
-    first, values = BEFORE | DEVICES, begun()
+    first = BEFORE | DEVICES
+    values = begun()
     for _ in range(ROUNDS):
         with _Constants(values):
             here = ratios()

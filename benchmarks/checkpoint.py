@@ -54,7 +54,8 @@ MODEL = ModelConfig(
     vocab_size=16_000,
     max_position_embeddings=256,
 )
-MAX_WAIT, MIN_SPEED = 0.10, 0.70
+MAX_WAIT = 0.10
+MIN_SPEED = 0.70
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -76,7 +76,9 @@ from mcore_rl.tracking.clock import Clock
 from mcore_rl.tracking.samples import write_samples
 
 SECONDS = 3.0
-PROMPT, GROUP, PER_NODE = 1_024, 8, 8
+PROMPT = 1_024
+GROUP = 8
+PER_NODE = 8
 GIB = 2**30
 STORE_BYTES = 4 << 30
 
@@ -102,7 +104,8 @@ class Ledger:
     def __call__(self, name: str) -> Iterator[None]:
         begin = self.now()
         yield
-        end, row = self.now(), self.rows.setdefault(name, [0.0, 0.0])
+        end = self.now()
+        row = self.rows.setdefault(name, [0.0, 0.0])
         row[0] += end[0] - begin[0]
         row[1] += end[1] - begin[1]
 
@@ -168,7 +171,8 @@ def rollouts_of(num_sequences: int, tokens: int) -> RolloutBatch:
     """Graded episodes of one turn: of ``tokens`` tokens on average, the prompt included."""
     draw = np.random.default_rng(0)
     letters = draw.integers(97, 123, 1 << 20, dtype=np.uint8).tobytes().decode()
-    prompts, episodes = [], []
+    prompts = []
+    episodes = []
     for number in range(num_sequences // GROUP):
         prompt = tuple(draw.integers(4, 400, PROMPT).tolist())
         row = PromptRow(f"train.parquet:{number}", prompt, [], "math", "42", {}, {})
@@ -307,7 +311,8 @@ PARTS = {
     "update_metrics": "metrics",
     "memory_metrics": "metrics",
 }
-SCORES, ADVANTAGES = "scores: shards, calls, answers", "advantages: call, answers, groups, whitening"
+SCORES = "scores: shards, calls, answers"
+ADVANTAGES = "advantages: call, answers, groups, whitening"
 SHARING = "device sharing and weight sync: calls"
 ASYNC_PARTS = {"run_pass": SCORES, "update": "updates: calls, answers"}
 

@@ -88,17 +88,21 @@ class NotingRolloutWorker(RolloutWorker):
 
 def covered(spans: Sequence[tuple[float, float]], begin: float, end: float) -> float:
     """Seconds of [begin, end) in which at least one of ``spans`` was open."""
-    total, reached = 0.0, begin
+    total = 0.0
+    reached = begin
     for first, last in sorted(spans):
-        first, last = max(first, reached), min(last, end)
+        first = max(first, reached)
+        last = min(last, end)
         if last > first:
-            total, reached = total + last - first, last
+            total = total + last - first
+            reached = last
     return total
 
 
 def made(folder: Path) -> tuple[Path, Path]:
     """(model, training data), by the tools of this repository."""
-    model, data = folder / "model", folder / "data"
+    model = folder / "model"
+    data = folder / "data"
     tools = ROOT / "tools"
     wanted = ["--difficulty", "1", "--train", "2000", "--val", "64"]
     for command in (
@@ -179,7 +183,9 @@ async def live(steps: int) -> list[Result]:
             spans = [span for worker in await run.policy.all(NotingTrainWorker.busy) for span in worker]
             for engine in engines:
                 spans += await engine._worker.busy.remote()
-    shares, walls, cpus = [], [], []
+    shares = []
+    walls = []
+    cpus = []
     for (begin, cpu, busy), (end, cpu_after, busy_after) in pairwise(marks[1:]):
         idle = end - begin - covered(spans, begin, end) - (busy_after - busy)
         shares.append(idle / (end - begin))

@@ -352,7 +352,8 @@ def main() -> int:
     rows = []
     with tempfile.TemporaryDirectory(dir=options.directory) as folder:
         for name in CONFIGS:
-            directory, scratch = Path(folder) / name, Path(folder) / f"{name}-scratch"
+            directory = Path(folder) / name
+            scratch = Path(folder) / f"{name}-scratch"
             scratch.mkdir()
             write_checkpoint(name, directory)
             rows += run_ranks(measure, 1, (name, directory, scratch, options.repetitions))[0]

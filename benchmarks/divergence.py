@@ -69,7 +69,8 @@ def best_s(platform: Platform, run: Callable[[], object], repetitions: int) -> f
 
 def measure(platform: Platform, tokens: int, hidden: int, repetitions: int) -> list[Measurement]:
     """Every divergence on ``tokens`` tokens in bfloat16."""
-    device, dtype = torch.device(platform.device_type), torch.bfloat16
+    device = torch.device(platform.device_type)
+    dtype = torch.bfloat16
     generator = torch.Generator(device).manual_seed(0)
 
     def normal(*shape: int) -> Tensor:

@@ -29,7 +29,9 @@ from mcore_rl.families.flops import forward_flops
 from mcore_rl.planning.recipes import recipe_model
 from mcore_rl.planning.timing import Rates, compute_flops_rate
 
-RECIPE, TP, BYTES = "qwen2_7b_grpo", 2, 2
+RECIPE = "qwen2_7b_grpo"
+TP = 2
+BYTES = 2
 PASSES = 3  # forward, and backward twice; keys and values are gathered twice and their gradients scattered once
 
 
@@ -78,7 +80,8 @@ def slowest_s(costs: Sequence[float], shares: Sequence[Sequence[int]], cp: int) 
 
 def row(case: Lengths, model: ModelConfig, rates: Rates, given: argparse.Namespace) -> list[str]:
     lengths = case.drawn(given.sequences)
-    units, cp = given.devices // TP, ranks_for(case.longest, given.room)
+    units = given.devices // TP
+    cp = ranks_for(case.longest, given.room)
     dp = units // cp
     each = [sequence_s(model, rates, length, cp) for length in lengths]
     costs = [compute + gather for compute, gather in each]

@@ -62,12 +62,16 @@ from mcore_rl.training.schedule import run_schedule
 
 TARGET = 0.03
 NUM_SEQUENCES = 16
-SHORTEST, LONGEST = 100, 300
+SHORTEST = 100
+LONGEST = 300
 BUDGET = 2_048
 WARM_UP = 2
 
-FORWARD, BACKWARD, KERNEL = "forward", "backward", "log-prob kernel"
-REDUCTION, OPTIMIZER = "gradient reduction", "optimizer"
+FORWARD = "forward"
+BACKWARD = "backward"
+KERNEL = "log-prob kernel"
+REDUCTION = "gradient reduction"
+OPTIMIZER = "optimizer"
 MEGATRONS = (FORWARD, BACKWARD, KERNEL, REDUCTION, OPTIMIZER)
 ENGINES = (
     "microbatches",
@@ -183,7 +187,8 @@ def hang_on_engine(watch: Stopwatch, engine: Engine) -> None:
 
 def make_batch(vocab_size: int) -> TrainBatch:
     """The global batch: random tokens, the second half of each sequence trained."""
-    draw, seeded = random.Random(0), torch.Generator().manual_seed(0)
+    draw = random.Random(0)
+    seeded = torch.Generator().manual_seed(0)
     lengths = tuple(draw.randint(SHORTEST, LONGEST) for _ in range(NUM_SEQUENCES))
     return TrainBatch(
         lengths_S=lengths,
@@ -261,7 +266,8 @@ def measure(rank: Rank, name: str, steps: int) -> Result:
         start = time.perf_counter()
         plain_step(engine, mine, built, counts)
         plain_s.append(time.perf_counter() - start)
-    accounts, plain_s = accounts[WARM_UP:], plain_s[WARM_UP:]
+    accounts = accounts[WARM_UP:]
+    plain_s = plain_s[WARM_UP:]
     step_s = [sum(step.values()) for step in accounts]
     return Result(
         model=name,

@@ -52,7 +52,8 @@ class Measured:
 def measured(checkout: Path, script: Path) -> Measured | None:
     """What came of ``script``; None if it starts nothing of verl's."""
     path = str(script.relative_to(checkout))
-    text, launches = script.read_text(encoding="utf-8"), []
+    text = script.read_text(encoding="utf-8")
+    launches = []
     for words in ((), ARGUMENTS):
         programs = expand(text, script, words, environment=without_secrets()).programs
         launches = [launch for each in programs if (launch := launch_of(each))]

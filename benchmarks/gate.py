@@ -57,14 +57,16 @@ def fixed_work() -> Taken:
     cores = os.cpu_count() or 1
     with multiprocessing.get_context("spawn").Pool(cores) as pool:
         pool.map(int, range(cores), chunksize=1)  # so that all have started
-        clock, busy = time.perf_counter(), busy_s()
+        clock = time.perf_counter()
+        busy = busy_s()
         pool.map(parse_the_library, range(cores * ROUNDS), chunksize=1)
         return Taken(time.perf_counter() - clock, busy_s() - busy)
 
 
 def run_tier(name: str) -> Taken:
     """What ``make`` of a tier takes.  Its output goes where ours does."""
-    clock, busy = time.perf_counter(), busy_s()
+    clock = time.perf_counter()
+    busy = busy_s()
     tests = subprocess.Popen(["make", TARGETS[name]], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert tests.stdout is not None
     closing = []

@@ -112,11 +112,14 @@ def run_section(
     facts = [line for line in lines if "skipped" not in line]
     outcome = Outcome(section.name, "ok", round(time.monotonic() - began, 1), facts=facts)
     if error:
-        outcome.status, outcome.why = "failed", error
+        outcome.status = "failed"
+        outcome.why = error
     elif skipped := [line["skipped"] for line in lines if "skipped" in line]:
-        outcome.status, outcome.why = "skipped", skipped[0]
+        outcome.status = "skipped"
+        outcome.why = skipped[0]
     elif wrong := [str(fact["what"]) for fact in facts if not fact["ok"]]:
-        outcome.status, outcome.why = "wrong", "; ".join(wrong)
+        outcome.status = "wrong"
+        outcome.why = "; ".join(wrong)
     return outcome
 
 

@@ -34,10 +34,15 @@ from mcore_rl.rewards.system_calls import ARCHITECTURES
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "security.md"
-BEGIN, END = "<!-- made by benchmarks/isolation.py -->", "<!-- end -->"
+BEGIN = "<!-- made by benchmarks/isolation.py -->"
+END = "<!-- end -->"
 NOBODY = 65534
-CLONE_NEWNS, CLONE_NEWUSER, CLONE_NEWIPC = 0x20000, 0x10000000, 0x08000000
-MS_BIND, MS_REC, MS_PRIVATE = 4096, 16384, 1 << 18
+CLONE_NEWNS = 0x20000
+CLONE_NEWUSER = 0x10000000
+CLONE_NEWIPC = 0x08000000
+MS_BIND = 4096
+MS_REC = 16384
+MS_PRIVATE = 1 << 18
 VERSIONS = (99, 1, 2, 3, 4, 5, 6)  # of Landlock; 99: this kernel's
 CONFIG = CodeConfig(timeout_s=120.0, memory_mib=512, output_kib=64)
 # Numbers on (x86-64, aarch64) of what container runtimes refuse, each their own part of it.

@@ -58,10 +58,15 @@ from mcore_rl.weights.rollout_adapters import RolloutAdapterTable
 from mcore_rl.weights.rollout_table import RolloutTable
 from mcore_rl.weights.table import Table
 
-FULL, ADAPTERS, PEFT = "whole weights", "adapters", "PEFT"
-SEQUENCES, LENGTH = 2, 256
+FULL = "whole weights"
+ADAPTERS = "adapters"
+PEFT = "PEFT"
+SEQUENCES = 2
+LENGTH = 256
 UPDATES = 30
-MAX_RATIO, MEMORY_TOLERANCE, MAX_UPDATE_S = 1.0, 0.05, 0.05
+MAX_RATIO = 1.0
+MEMORY_TOLERANCE = 0.05
+MAX_UPDATE_S = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,7 +154,8 @@ def take_steps(kind: str, directory: Path, lora: LoraConfig, orders: Connection)
 
 def measure_steps(directory: Path, lora: LoraConfig, num_steps: int) -> list[Steps]:
     """All three, which take their steps in turn."""
-    context, running = get_context("spawn"), []
+    context = get_context("spawn")
+    running = []
     for kind in (FULL, ADAPTERS, PEFT):
         ours, theirs = context.Pipe()
         process = context.Process(target=take_steps, args=(kind, directory, lora, theirs))
@@ -274,7 +280,10 @@ def main() -> int:
     parser.add_argument("--only", choices=("steps", "updates"), help="measure these alone")
     parser.add_argument("--json", type=Path, help="also write the results there")
     arguments = parser.parse_args()
-    console, lora, kept, paths = Console(), lora_of(arguments.rank), True, dict[str, Any]()
+    console = Console()
+    lora = lora_of(arguments.rank)
+    kept = True
+    paths = dict[str, Any]()
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder))
         if arguments.only != "updates":

@@ -34,7 +34,8 @@ from mcore_rl.rewards.math import grade_math  # noqa: E402
 from mcore_rl.rewards.score import RewardRequest  # noqa: E402
 from tests.support.math_corpus import Case, cases_of, golds  # noqa: E402
 
-TARGET, TARGET_RATE = 0.995, 20_000
+TARGET = 0.995
+TARGET_RATE = 20_000
 NUM_PLAIN = 20_000
 SHOWN_MISSES = 40
 Grader = Callable[[str, str], bool]
@@ -92,7 +93,8 @@ def plain_rate(grade: Grader, count: int) -> float:
     random = Random(0)
     pairs = []
     for _ in range(count):
-        gold, other = random.randint(0, 9999), random.randint(0, 9999)
+        gold = random.randint(0, 9999)
+        other = random.randint(0, 9999)
         text = f"We add the terms and find $x = {other}$, so the answer is $\\boxed{{{gold if other % 2 else other}}}$."
         pairs.append((text, str(gold)))
     started = time.process_time()

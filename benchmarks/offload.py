@@ -190,7 +190,8 @@ def snapshot_rows(engine: Engine, platform: Platform, repetitions: int) -> list[
     num_bytes = snapshots.num_bytes()
     out, back = copy_limits(platform, engine.groups.device, num_bytes, repetitions)
     again = best(lambda: snapshots.take("first"), platform, repetitions)
-    swaps_in, swaps_out = [], []
+    swaps_in = []
+    swaps_out = []
     for _ in range(repetitions):
         start = time.perf_counter()
         with snapshots.swapped("first"):

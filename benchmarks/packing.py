@@ -158,7 +158,8 @@ def seconds(run: Callable[[], object]) -> float:
 
 def time_table() -> tuple[Table, dict[str, float]]:
     """Seconds for ``LARGE`` sequences: of the usual kind, and where next to nothing fits together and all stay open."""
-    lengths, budget = lognormal_lengths(LARGE), 8_192
+    lengths = lognormal_lengths(LARGE)
+    budget = 8_192
     halves = [1, *(budget // 2 + 1 + index % (budget // 2) for index in range(LARGE - 1))]
     count = len(pack(lengths, budget))
     times = {

@@ -40,7 +40,10 @@ from mcore_rl.rollout.vllm.engine.process_group import group_of
 sys.path.insert(0, str(Path(__file__).parents[1]))  # for the tests
 from tests.rollout.test_pool_prefixes import ByHash, ByLoad, play
 
-OPENING, ADDED, RESPONSE, SEATS = 400, 400, 16, 16
+OPENING = 400
+ADDED = 400
+RESPONSE = 16
+SEATS = 16
 BLOCK = 128  # tokens of a block of the CPU engine's cache
 HIT_SHARE = 0.9
 
@@ -60,7 +63,8 @@ class Round:
 
     async def play(self, source: EnginePool, num_sessions: int, num_turns: int, vocab_size: int) -> list[list[int]]:
         """Draws the sessions; returns the drawn tokens of each."""
-        begun, cpu_s = time.perf_counter(), processor_s(self._engines)
+        begun = time.perf_counter()
+        cpu_s = processor_s(self._engines)
         drawn = await asyncio.gather(
             *(self._session(source, number, num_turns, vocab_size) for number in range(num_sessions))
         )
@@ -70,7 +74,8 @@ class Round:
 
     async def _session(self, source: EnginePool, number: int, num_turns: int, vocab_size: int) -> list[int]:
         rng = np.random.default_rng(number)
-        tokens, drawn = rng.integers(3, vocab_size, OPENING).tolist(), list[int]()
+        tokens = rng.integers(3, vocab_size, OPENING).tolist()
+        drawn = list[int]()
         before = 0
         for turn in range(num_turns):
             name = f"p{number}/turn{turn}" if turn else f"p{number}"
@@ -101,9 +106,11 @@ async def cold(engines: Sequence[EngineProcess]) -> None:
 
 async def measured(engines: Sequence[EngineProcess], vocab_size: int, given: argparse.Namespace) -> list[float]:
     """Processor time by load alone over that of the pool, in the median; the least found share of what could be."""
-    ratios, shares = list[float](), list[float]()
+    ratios = list[float]()
+    shares = list[float]()
     for number in range(-1, given.rounds):
-        rounds, drawn = list[Round](), list[list[list[int]]]()
+        rounds = list[Round]()
+        drawn = list[list[list[int]]]()
         for kind in (EnginePool, ByLoad):
             await cold(engines)
             rounds.append(Round(engines))

@@ -41,7 +41,9 @@ def roles_of(recipe: str, rank: int) -> list[dict[str, Any]]:
 
 
 def row(recipe: str, stages: int, role: dict[str, Any]) -> list[str]:
-    peak, planned, part = role["peaks"][-1]["num_bytes"], role["planned"], role["microbatches"]
+    peak = role["peaks"][-1]["num_bytes"]
+    planned = role["planned"]
+    part = role["microbatches"]
     return [
         f"{recipe}, {role['role']}",
         f"{role['stage'] + 1} of {stages}",

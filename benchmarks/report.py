@@ -33,7 +33,8 @@ from mcore_rl.tracking.samples import write_samples  # noqa: E402
 from tests.support.browser import CHROMIUM, browser  # noqa: E402
 from tests.tracking.recorded_run import metrics_of, spans_of, validation_rows  # noqa: E402
 
-MOST_MB, MOST_S = 3.0, 2.0
+MOST_MB = 3.0
+MOST_S = 2.0
 PARTS = ("format", "answer", "length", "language", "tags", "tools")
 OTHERS = 36  # further metrics, so that there are as many as a run with a critic and a mixture of experts has
 LOADED = "performance.getEntriesByType('navigation')[0].loadEventEnd"

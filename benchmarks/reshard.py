@@ -41,7 +41,8 @@ from mcore_rl.weights.rollout_table import RolloutTable
 from mcore_rl.weights.table import Table
 
 MODEL_CONFIGS = Path(__file__).resolve().parents[1] / "model_configs"
-MAX_SECONDS, MAX_GIB = 60.0, 4.0
+MAX_SECONDS = 60.0
+MAX_GIB = 4.0
 PLANS = (
     ("deepseek-v3", "tp=8,pp=16,ep=32", 512, "tp=8,dp=32,ep=256"),
     ("deepseek-v3", "tp=8,pp=8,ep=64", 512, "tp=8,dp=32,ep=256"),
@@ -88,7 +89,8 @@ def measure_plan(name: str, training: str, world_size: int, rollout: str) -> Res
     begin = time.perf_counter()
     table, target = tables(name, training, world_size, rollout)
     plan = plan_reshard(table, target)
-    seconds, peak = time.perf_counter() - begin, peak_gib()
+    seconds = time.perf_counter() - begin
+    peak = peak_gib()
     what = f"plan {name} {training} on {world_size} to {rollout}"
     num_failures = len(reshard_failures(plan))
     bound = traffic(plan).over_bound
@@ -125,7 +127,8 @@ def alone(measure: Callable[..., Result], arguments: tuple[str, str, int, str]) 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="also write the results there")
-    arguments, console = parser.parse_args(), Console()
+    arguments = parser.parse_args()
+    console = Console()
     results = [*(alone(measure_plan, case) for case in PLANS), alone(measure_proof, PROOF)]
     lines = Lines("", "copies", "s", "peak GiB", "bytes over bound", "failures", "")
     for result in results:

@@ -60,7 +60,8 @@ class Result:
 
 def sites_of(run: RunConfig) -> Sites:
     """As Ray would place the ranks on nodes of the recipe's size."""
-    per_node, num_rollout = run.trainer.n_gpus_per_node, run.rollout.layout.world_size
+    per_node = run.trainer.n_gpus_per_node
+    num_rollout = run.rollout.layout.world_size
     trainers = tuple(rank // per_node for rank in range(run.trainer.world_size))
     if run.trainer.placement is Placement.colocated:
         return Sites.colocated(trainers, num_rollout)
@@ -69,7 +70,8 @@ def sites_of(run: RunConfig) -> Sites:
 
 def least_between_nodes(rounds: Rounds) -> int:
     """Bytes of the different pieces that a node wants and that no training rank on it holds."""
-    plan, sites = rounds.plan, rounds.sites
+    plan = rounds.plan
+    sites = rounds.sites
     trainers = np.array(sites.trainers)
     rule, layer, expert = plan.source_ids.decode(plan.source)
     shard = np.array([each.source_shard for each in plan.geometries])[plan.geometry]
@@ -111,7 +113,8 @@ def measure(name: str) -> Result | None:
     nodes = rounds.sites.nodes
     far = nodes[rounds.landing] != nodes[rounds.sender]
     near = ~far & (rounds.landing != rounds.sender)
-    seconds, floor = 0.0, 0.0
+    seconds = 0.0
+    floor = 0.0
     for some, rate in ((far, rates.inter), (near, rates.intra)):
         loads = np.stack([_loads(rounds, some, who) for who in (rounds.sender, rounds.landing)])
         seconds += float(loads.max(axis=(0, 2)).sum()) / rate
@@ -138,7 +141,8 @@ def main() -> int:
     results = [result for result in map(measure, names) if result is not None]
     lines = Lines("recipe", "ranks", "rounds", "GB", "over least", "s", "all busy", "to plan")
     for each in results:
-        ranks, figures = f"{each.ranks[0]} to {each.ranks[1]}", (each.between_gb, each.over_bound)
+        ranks = f"{each.ranks[0]} to {each.ranks[1]}"
+        figures = (each.between_gb, each.over_bound)
         times = (each.seconds, each.floor_s, each.planning_s)
         lines.add_row(
             each.recipe,

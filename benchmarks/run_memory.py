@@ -162,7 +162,8 @@ def name_of(process: psutil.Process) -> str:
 def measure(case: str, folder: Path, log: Path) -> Found:
     """One run to its end."""
     run = folder / "run" / "".join(filter(str.isalnum, case))
-    most, doing = dict[str, int](), ""
+    most = dict[str, int]()
+    doing = ""
     with log.open("w") as said:
         process = subprocess.Popen(command(folder, run, *CASES[case]), stdout=said, stderr=subprocess.STDOUT)
         lines = run / "metrics.jsonl"

@@ -34,7 +34,8 @@ from mcore_rl.parallel.launch import Rank, run_ranks
 from mcore_rl.parallel.layout import Layout
 from mcore_rl.training.engine import Engine
 
-PROMPTS, BUDGET = 2, 65_536
+PROMPTS = 2
+BUDGET = 65_536
 LENGTHS = ((512, 32), (512, 128), (256, 256), (128, 512), (32, 512))  # tokens of a prompt, and of an answer
 MODEL = ModelConfig(
     num_layers=4,
@@ -104,7 +105,9 @@ def ratios(rank: Rank, samples: int, rounds: int) -> list[Ratio]:
 def _ratio(engine: Engine, prompt: int, answer: int, samples: int, rounds: int) -> Ratio:
     batch = sampled(prompt, answer, samples)
     counts = Denominators(loss=float(batch.mask_T.sum()), tokens=batch.tokens_T.numel(), sequences=len(batch.lengths_S))
-    updates, scores, losses = [], [], dict[bool, float]()
+    updates = []
+    scores = []
+    losses = dict[bool, float]()
     for number in range(rounds + 1):
         seconds: dict[tuple[str, bool], float] = {}
         for shares in (False, True):

@@ -55,7 +55,10 @@ DEVICES = (16, 32, 64, 128, 256, 512)
 H20 = ("memory_gb_s=4000", "gpu_memory_gib=95.0")  # otherwise as an H100: decode steps read memory
 H20_TFLOPS = 148  # as verl counts (utils/flops_counter.py)
 MEAN = 2_500  # of verl's run; its own is not published
-PROMPTS, RESPONSES, SEQS, LONGEST = 512, 16, 1024, 20_480
+PROMPTS = 512
+RESPONSES = 16
+SEQS = 1024
+LONGEST = 20_480
 SEPARATE_MODES = (
     SYNC_SEPARATE,
     ONE_STEP_OFF,
@@ -124,7 +127,12 @@ def planned() -> str:
 def published() -> Iterator[list[str]]:
     """Rows: mean length, seconds added to a decode step, simulated and published seconds of the asynchronous step."""
     cluster = load_cluster("nvidia_h100", H20)
-    drawing, training, rest, asynchronous_training, update, step = 348.05, 135.86, 13.98, 256.68, 4.01, 282.75
+    drawing = 348.05
+    training = 135.86
+    rest = 13.98
+    asynchronous_training = 256.68
+    update = 4.01
+    step = 282.75
     run = published_run()
     model = recipe_model(run)
     sync = TrainerCosts(fixed_s=training, token_s=0.0, publish_s=rest)
@@ -132,7 +140,8 @@ def published() -> Iterator[list[str]]:
     for mean in (1500.0, 2300.0, 3000.0):
         engine = engine_costs_of(run, model, cluster, mean)
         work = workload(run, Lognormal(mean, 8192))
-        low, high = 0.0, 0.1
+        low = 0.0
+        high = 0.1
         for _ in range(8):
             latency = (low + high) / 2
             costs = replace(engine, fixed_s=tuple(each + latency for each in engine.fixed_s))
@@ -183,7 +192,9 @@ def main() -> int:
             shown.add_row(*row)
         Console(width=140).print(shown, planned(), sep="\n")
         return 0
-    values, worst, console = list[dict[str, Any]](), float("inf"), Console(width=140)
+    values = list[dict[str, Any]]()
+    worst = float("inf")
+    console = Console(width=140)
     for model in options.models.split(","):
         for devices in map(int, options.devices.split(",")):
             result = compare(model, devices, options)

@@ -23,7 +23,9 @@ import psutil
 from mcore_rl.cli import COMMANDS
 from mcore_rl.doctor.tiny_task import task_overrides, write_task
 
-HELP_S, LINE_S, STEP_S = 0.5, 1.0, 20.0
+HELP_S = 0.5
+LINE_S = 1.0
+STEP_S = 20.0
 LOOK_S = 0.2
 COMMAND = [sys.executable, "-m", "mcore_rl.cli"]
 
@@ -32,14 +34,16 @@ class ProcessorTime:
     """Seconds of the processor in a process and in all below it, those that have ended too."""
 
     def __init__(self, pid: int) -> None:
-        self._process, self._seen = psutil.Process(pid), dict[tuple[int, float], tuple[float, str]]()
+        self._process = psutil.Process(pid)
+        self._seen = dict[tuple[int, float], tuple[float, str]]()
         threading.Thread(target=self._look, daemon=True).start()
 
     def _look(self) -> None:
         while True:
             try:
                 for each in [self._process, *self._process.children(recursive=True)]:
-                    times, name = each.cpu_times(), " ".join(each.cmdline()[:4]) or each.name()
+                    times = each.cpu_times()
+                    name = " ".join(each.cmdline()[:4]) or each.name()
                     self._seen[each.pid, each.create_time()] = times.user + times.system, name
             except psutil.Error:
                 if not self._process.is_running():
@@ -72,14 +76,16 @@ def start(folder: Path) -> tuple[float, float]:
     task = write_task(folder / "task", 16)
     words = task_overrides(task, folder / "run", prompts=8, per_node=2, ep=2, precision="float32", cache_bytes=16 << 20)
     words = [each for each in words if not each.startswith("trainer.logger")]
-    began, lines = time.perf_counter(), list[float]()
+    began = time.perf_counter()
+    lines = list[float]()
     run = subprocess.Popen(
         [*COMMAND, "train", *words, "trainer.total_training_steps=1", "trainer.save_freq=0", "trainer.test_freq=0"],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
     )
-    processor, step = ProcessorTime(run.pid), 0.0
+    processor = ProcessorTime(run.pid)
+    step = 0.0
     assert run.stdout is not None
     for line in run.stdout:
         lines.append(time.perf_counter() - began)

@@ -65,8 +65,12 @@ from mcore_rl.weights.tensor_slice import TensorSlice
 
 NUM_TRAINERS = 2
 BUCKET_BYTES = 256 << 20
-MAX_RATIO, MAX_BUCKETS = 1.25, 2.0
-PLAIN, LANDED, PACKING, DIRECT = "plain", "landed", "packing", "direct"
+MAX_RATIO = 1.25
+MAX_BUCKETS = 2.0
+PLAIN = "plain"
+LANDED = "landed"
+PACKING = "packing"
+DIRECT = "direct"
 WARM_UP = [DIRECT, DIRECT, PLAIN, DIRECT]  # not timed; memory is new to the process here
 ROUNDS = [*WARM_UP, *([PLAIN, LANDED, PACKING, DIRECT] * 8)]
 
@@ -82,7 +86,8 @@ class TimedReceiver(SyncReceiver):
 
     def timed_plain(self) -> Answer[None]:
         """Receive all messages of an update into plain memory, one behind the other."""
-        updates, places = self._sync_channel(), self.timed_places
+        updates = self._sync_channel()
+        places = self.timed_places
         updates.incoming.begin(0)
         wanted = [(message.source_rank, message.num_bytes) for message in updates.plan.messages]
         for place, message in zip(places, updates.incoming.messages(wanted, updates.plan.rounds), strict=True):
@@ -327,14 +332,16 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         rounds = measure(Path(folder), arguments.training, arguments.rollout, arguments.transport)
     lines = Lines("", "s (median)", "CPU s", "GB", "GB/s", "bytes over bound", "buckets: trainer", "buckets: worker")
-    seconds, cpu = {}, {}
+    seconds = {}
+    cpu = {}
     for kind in (PLAIN, LANDED, PACKING, DIRECT):
         mine = [one for one in rounds[len(WARM_UP) :] if one.kind == kind]
         seconds[kind] = statistics.median(one.seconds for one in mine)
         cpu[kind] = statistics.median(one.cpu_seconds for one in mine)
         same = [one for one in rounds if one.kind == kind]
         extra = [max(getattr(one, side) for one in same) for side in ("trainer_buckets", "worker_buckets")]
-        sent, over_bound = mine[0].gigabytes, mine[0].over_bound
+        sent = mine[0].gigabytes
+        over_bound = mine[0].over_bound
         figures = (f"{sent:.2f}", f"{sent / seconds[kind]:.2f}", f"{over_bound:.2f}") if sent else ("", "", "")
         lines.add_row(kind, f"{seconds[kind]:.2f}", f"{cpu[kind]:.2f}", *figures, *(f"{one:.2f}" for one in extra))
     console = Console()

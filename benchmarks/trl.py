@@ -36,7 +36,8 @@ from typing import Any
 
 TARGET = 3.0
 ROOT = Path(__file__).resolve().parents[1]
-PROMPTS, GROUP = 16, 8
+PROMPTS = 16
+GROUP = 8
 LONGEST = {"natural": 448, "equal": 48}  # tokens of a response
 WARM_UP = 60  # steps of fine-tuning: enough to end an answer
 LEARNING_RATE = 1e-5
@@ -49,7 +50,8 @@ def run(*command: object) -> None:
 
 def made(folder: Path, gsm8k: Path | None) -> tuple[dict[str, Path], Path]:
     """(models by lengths, training data), by the programs of this project."""
-    data, tools = folder / "data", ROOT / "tools"
+    data = folder / "data"
+    tools = ROOT / "tools"
     if gsm8k is not None:
         run(tools / "prepare_data.py", "gsm8k", "--source", gsm8k, "--out", data)
         train = [data / "train.parquet"]

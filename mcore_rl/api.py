@@ -226,8 +226,11 @@ def _with_inputs(
     named = [(name, key) for name, key, value in given if value is not None and key in run.written]
     wrong = [Violation(name, "", f"and {key} say the same", "Write one of the two") for name, key in named]
     folder = Path(run.trainer.default_local_dir).expanduser().resolve() / INPUTS
-    data, custom, texts = run.data, run.custom_reward_function, False
-    files, made = dict[Path, bytes](), set[str]()
+    data = run.data
+    custom = run.custom_reward_function
+    texts = False
+    files = dict[Path, bytes]()
+    made = set[str]()
     if functions:
         from mcore_rl.rewards.by_value import functions_file
 
@@ -248,7 +251,8 @@ def _with_inputs(
             with _gathered(wrong):
                 of_rows = rows_file(rows, folder, argument=argument, split=split, prompt_key=data.prompt_key)
                 files[of_rows.path] = of_rows.data
-                paths, texts = [str(of_rows.path)], texts or of_rows.texts
+                paths = [str(of_rows.path)]
+                texts = texts or of_rows.texts
         names = paths or []
         data = replace(data, train_files=names) if argument == "dataset" else replace(data, val_files=names)
     if texts and custom.path is not None and "custom_reward_function.completions" not in run.written:

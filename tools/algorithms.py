@@ -16,7 +16,8 @@ from mcore_rl.config.algorithm_object import Estimator
 from mcore_rl.config.algorithm_registry import algorithms, estimators, policy_losses
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "algorithms.md"
-BEGIN, END = "<!-- made by tools/algorithms.py: {} -->", "<!-- end -->"
+BEGIN = "<!-- made by tools/algorithms.py: {} -->"
+END = "<!-- end -->"
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -114,7 +114,8 @@ def page() -> str:
 def planned(name: str) -> tuple[Plan, int]:
     """The plan of a recipe on its own cluster, and its steps."""
     run = recipe(name)
-    model, cluster = recipe_model(run), load_cluster(run.recipe.cluster)
+    model = recipe_model(run)
+    cluster = load_cluster(run.recipe.cluster)
     made = plan(run, model, cluster, other_models(run))
     return made, num_steps(run)
 
@@ -124,7 +125,8 @@ def _row(name: str) -> str:
     made, steps = planned(name)
     where = f"{made.num_gpus} GPU{'s' * (made.num_gpus > 1)} of {about.cluster}"
     time = f"{made.step_s:.2g} s" if made.step_s < 10 else f"{made.step_s:.0f} s"
-    link, hours = f"[{name}](../launch/recipes/{name}.yaml)", f"{made.step_s * steps / 3600:.2g}"
+    link = f"[{name}](../launch/recipes/{name}.yaml)"
+    hours = f"{made.step_s * steps / 3600:.2g}"
     cells = [
         about.title,
         _score(about.published),

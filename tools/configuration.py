@@ -182,9 +182,11 @@ def notes(section: str) -> list[str]:
         path = section.split(".")
         if not section or (path[0] == CLUSTER) != (command == CLUSTER):
             continue
-        outer, inner = None, schema
+        outer = None
+        inner = schema
         for name in path[1:] if command == CLUSTER else path:
-            outer, inner = inner, get_type_hints(inner, include_extras=True).get(name) if is_dataclass(inner) else None
+            outer = inner
+            inner = get_type_hints(inner, include_extras=True).get(name) if is_dataclass(inner) else None
         if not is_dataclass(inner):
             continue
         said = entries(outer).get(path[-1], "") if outer else ""  # type: ignore[arg-type]  # a class
@@ -246,7 +248,8 @@ def _entries(schema: type[Any]) -> tuple[str, dict[str, str]]:
     before = text[: starts[0].start()] if starts else text
     made = dict[str, str]()
     for match, end in zip(starts, ends, strict=True):
-        named, entry = match[1].split(", "), text[match.end() : end].partition("\n\n")[0]
+        named = match[1].split(", ")
+        entry = text[match.end() : end].partition("\n\n")[0]
         several = f"{', '.join(f'``{name}``' for name in named)}: " if len(named) > 1 else ""
         made |= dict.fromkeys(named, several + entry)
     return before, made

@@ -27,7 +27,8 @@ STYLE = """.md-grid { max-width: 84rem; }
 .md-typeset table:not([class]) td { min-width: 7rem; }
 """  # tables of keys and metrics are wide, and a key is one word
 # Lets search work in pages that are opened as files.  The theme names it at a CDN, and the site asks no network.
-SHIM, SHIM_AT_CDN = "iframe_worker.js", "https://unpkg.com/iframe-worker/shim"
+SHIM = "iframe_worker.js"
+SHIM_AT_CDN = "https://unpkg.com/iframe-worker/shim"
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".sbatch": "bash"}
 
 
@@ -65,7 +66,8 @@ def place(path: str) -> str:
 
 def outside(docs: Path) -> dict[str, str]:
     """Page of the site -> path from docs/, for each file outside docs/ that a page, or such a file, links to."""
-    pages, todo = dict[str, str](), [path.name for path in sorted(docs.glob("*.md"))]
+    pages = dict[str, str]()
+    todo = [path.name for path in sorted(docs.glob("*.md"))]
     while todo:
         page = todo.pop()
         text = (docs / page).read_text(encoding="utf-8")

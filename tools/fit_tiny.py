@@ -105,8 +105,10 @@ def sums(count: int, seed: int) -> TrainBatch:
     mask: list[bool] = []
     lengths: list[int] = []
     for _ in range(count):
-        left, right = draw.randrange(100), draw.randrange(100)
-        question, answer = f"{left}+{right}=", f"{left + right};"
+        left = draw.randrange(100)
+        right = draw.randrange(100)
+        question = f"{left}+{right}="
+        answer = f"{left + right};"
         tokens += [ALPHABET.index(letter) for letter in question + answer]
         mask += [False] * len(question) + [True] * len(answer)
         lengths.append(len(question) + len(answer))
@@ -149,13 +151,16 @@ def fit(rank: Rank, settings: Settings) -> dict[str, object]:
     layout = Layout.of(settings.parallel, settings.processes)
     groups = init_groups(layout, platform, device_of(platform, rank.rank), settings.seed)
     engine = Engine("fit", MODEL, settings.parallel, engine_config(settings), groups, platform)
-    coords, held_out = groups.coords, sums(256, seed=10**6)
+    coords = groups.coords
+    held_out = sums(256, seed=10**6)
     before = held_out_loss(engine, held_out)
 
     console = Console(quiet=rank.rank != 0)
     now = TextColumn("{task.fields[now]}")
     columns = (TextColumn("fit"), BarColumn(), MofNCompleteColumn(), now, TimeRemainingColumn())
-    records, begin, num_tokens = [], time.perf_counter(), 0
+    records = []
+    begin = time.perf_counter()
+    num_tokens = 0
     with Progress(*columns, console=console, disable=rank.rank != 0 or not console.is_terminal) as progress:
         task = progress.add_task("fit", total=settings.steps, now="")
         for step in range(settings.steps):
@@ -176,7 +181,8 @@ def sparkline(values: list[float], width: int = 60) -> str:
     """The course of ``values`` in one line."""
     if len(values) > width:
         values = [values[round(i * (len(values) - 1) / (width - 1))] for i in range(width)]
-    low, high = min(values), max(values)
+    low = min(values)
+    high = max(values)
     return "".join("▁▂▃▄▅▆▇█"[round(7 * (value - low) / (high - low or 1))] for value in values)
 
 
@@ -229,7 +235,8 @@ def parser() -> argparse.ArgumentParser:
 
 def main() -> int:
     """Run the fit; 0 when it learned, 1 when it did not, 2 on a user error."""
-    arguments, console = parser().parse_args(), Console()
+    arguments = parser().parse_args()
+    console = Console()
     try:
         check_options(arguments, parser())
         parallel = replace(arguments.layout, pipeline_layers=arguments.pipeline_layers)

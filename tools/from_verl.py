@@ -16,7 +16,8 @@ from mcore_rl.from_verl.row import KeyRow
 from mcore_rl.from_verl.table import SECTIONS, Section, row_for
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "from_verl.md"
-BEGIN, END = "<!-- made by tools/from_verl.py -->", "<!-- end -->"
+BEGIN = "<!-- made by tools/from_verl.py -->"
+END = "<!-- end -->"
 SHARED = ("megatron.", "optim.", "profiler", "profile")  # of the critic, as the actor's
 
 

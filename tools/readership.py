@@ -81,7 +81,8 @@ HELPERS = {"utils", "interfaces", "interfaces_base", "registry", "adapters", "co
 
 def names_of(file: Path) -> set[str]:
     """The names that ``file`` may look up.  Where it defines a configuration, fields are attributes of self too."""
-    names, text = set[str](), file.read_text(encoding="utf-8")
+    names = set[str]()
+    text = file.read_text(encoding="utf-8")
     own = "transformers" in file.parts and DEFINES.search(text) is not None
     for node in ast.walk(ast.parse(text)):
         match node:
@@ -135,7 +136,8 @@ def _package(name: str) -> Path:
 @cache
 def shared() -> frozenset[str]:
     """What the code of all models reads."""
-    transformers, vllm = _package("transformers"), _package("vllm")
+    transformers = _package("transformers")
+    vllm = _package("vllm")
     names: set[str] = set()
     for pattern in TRANSFORMERS:
         files = list(transformers.glob(pattern))
@@ -244,7 +246,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Exit status; see above."""
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--check", action="store_true", help="write nothing; exit with 1 where it is out of date")
-    made, wanted = options.parse_args(arguments), text()
+    made = options.parse_args(arguments)
+    wanted = text()
     if made.check:
         return int(FILE.read_text(encoding="utf-8") != wanted)
     FILE.write_text(wanted, encoding="utf-8")

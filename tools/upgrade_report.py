@@ -130,7 +130,8 @@ def failures_of(tests: Iterable[str], beside: Path | None) -> dict[str, str]:
 
 def node_id(case: ElementTree.Element) -> str:
     """FILE::TEST of a case; FILE:: where the file could not be collected, a case without a class."""
-    module, name = case.get("classname", ""), case.get("name", "")
+    module = case.get("classname", "")
+    name = case.get("name", "")
     return f"{module.replace('.', '/')}.py::{name}" if module else f"{name.replace('.', '/')}.py::"
 
 

@@ -20,8 +20,11 @@ from mcore_rl.parallel.launch import inherited_environment
 if TYPE_CHECKING:
     from vllm import LLM
 
-PROMPTS, PROMPT_TOKENS, RESPONSE_TOKENS = 64, 40, 128
-TINY_PROMPTS, TINY_RESPONSE_TOKENS = 8, 16
+PROMPTS = 64
+PROMPT_TOKENS = 40
+RESPONSE_TOKENS = 128
+TINY_PROMPTS = 8
+TINY_RESPONSE_TOKENS = 16
 # Qwen2.5-0.5B's sizes, and the smallest that the CPU's kernels take.
 SIZES = dict(
     hidden_size=896,

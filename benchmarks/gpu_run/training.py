@@ -24,8 +24,10 @@ from mcore_rl.parallel.device import memory
 
 POLL_S = 0.25
 SPARE_S = 8.0  # of a section's limit: to write down what a run said
-SFT_STEPS, GRPO_STEPS = 64, 20
-TINY_SFT_STEPS, TINY_GRPO_STEPS = 8, 3
+SFT_STEPS = 64
+GRPO_STEPS = 20
+TINY_SFT_STEPS = 8
+TINY_GRPO_STEPS = 3
 FALLS = 0.95  # of the first loss, where there are enough steps to learn
 ADAPTERS = (
     "rollout.lora=adapter",

@@ -37,7 +37,8 @@ def locking(bench: Bench) -> Facts:
     for mib in (1,) if bench.tiny else BLOCKS_MIB:
         like = torch.empty(mib * MIB, dtype=torch.uint8, device=bench.device)
         synchronize(bench.platform)
-        before, available = pinned_bytes(bench.platform), psutil.virtual_memory().available
+        before = pinned_bytes(bench.platform)
+        available = psutil.virtual_memory().available
         start = time.perf_counter()
         kept.append(pinned_empty_like(bench.platform, like))
         seconds = time.perf_counter() - start

@@ -22,7 +22,8 @@ from mcore_rl.parallel.device_details import device_uuids
 from mcore_rl.parallel.launch import Rank, inherited_environment, run_ranks
 from mcore_rl.sync.device_handle import DeviceMemory
 
-NUM_BYTES, TINY_BYTES = GIB, 64 * 1_024
+NUM_BYTES = GIB
+TINY_BYTES = 64 * 1_024
 RECEIVER_LIMIT_S = 90.0
 
 
@@ -90,7 +91,8 @@ def facts(bench: Bench) -> Facts:
 
 def masks(bench: Bench) -> Iterator[tuple[str, torch.device, Mapping[str, str | None]]]:
     """(in words, the sender's device, the receiver's environment)."""
-    platform, first = bench.platform, bench.device
+    platform = bench.platform
+    first = bench.device
     uuids = device_uuids(platform)
     yield "the same mask on both sides", first, {}
     if uuids:

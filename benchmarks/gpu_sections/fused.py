@@ -22,7 +22,8 @@ from mcore_rl.training.one_kernel import compiles
 from mcore_rl.training.rotation import rotate
 from tests.support import engines, models
 
-ROWS, EPSILON = 8_192, 1e-5
+ROWS = 8_192
+EPSILON = 1e-5
 LEAST_MOVES = 5  # of each element: forward reads and writes one, backward reads two and writes one
 TOLERANCE = 2e-2  # bfloat16, relative: the kernels round as the operations do, and sum in another order
 Function = Callable[[Tensor], Tensor]
@@ -57,7 +58,8 @@ def of_rotation(bench: Bench, shape: tuple[int, ...]) -> Facts:
     config = local_layers()
     angles = torch.randn(shape[0], 1, 1, shape[-1] // 2, device=bench.device)
     cos, sin = (turn.to(torch.bfloat16) for turn in (angles.cos(), angles.sin()))
-    both, group = angles.repeat(1, 1, 1, 2), torch.distributed.group.WORLD
+    both = angles.repeat(1, 1, 1, 2)
+    group = torch.distributed.group.WORLD
 
     def plain(x: Tensor) -> Tensor:
         out: Tensor = apply_rotary_pos_emb(x, both, config, cp_group=group)
@@ -78,7 +80,8 @@ def against(bench: Bench, what: str, shape: tuple[int, ...], plain: Function, ou
     slow, fast = (bench.seconds(lambda f=function: passes(f)) for function in (plain, ours))  # type: ignore[misc]
     pairs = zip(passes(ours), passes(plain), strict=True)
     error = max(((a.float() - b.float()).norm() / b.float().norm()).item() for a, b in pairs)
-    one, rate = compiles(x), LEAST_MOVES * x.nbytes / fast / GB
+    one = compiles(x)
+    rate = LEAST_MOVES * x.nbytes / fast / GB
     beside = f"{slow / fast:.2f} times as fast as {1e3 * slow:.3g} ms; {rate:,.0f} GB/s of what must be moved"
     beside += f"; relative error {error:.1e}" + ("" if one else "; nothing is compiled here")
     is_right = error < TOLERANCE and (one or not bench.platform.is_accelerator)

@@ -122,7 +122,8 @@ def facts(bench: Bench) -> Facts:
 
 def of_step(bench: Bench, name: str, layer_spec: LayerSpec) -> Facts:
     """One step of one model."""
-    platform, case = bench.platform, f"{name}, {layer_spec.value}"
+    platform = bench.platform
+    case = f"{name}, {layer_spec.value}"
     gc.collect()  # the model before
     empty_cache(platform)
     least = train_steps.LEAST_MEMORY[Recompute.none]
@@ -165,7 +166,8 @@ def runs_of(events: Iterable[torch.autograd.profiler_util.FunctionEvent] | None,
     for event in events or ():
         if event.is_user_annotation or (event.device_type == DeviceType.CPU) is on_device:
             continue
-        begin, end = event.time_range.start, event.time_range.end
+        begin = event.time_range.start
+        end = event.time_range.end
         alone = end - begin if on_device else event.self_cpu_time_total
         if alone > 0:
             runs.append(Run(event.name, begin, end, alone))

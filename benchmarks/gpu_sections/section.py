@@ -18,7 +18,9 @@ from mcore_rl.config.engine import Device
 from mcore_rl.parallel.device import Platform, detect, set_device, synchronize
 from mcore_rl.parallel.launch import FRESH, ProcessContext, Rank
 
-GIB, MIB, GB = 2**30, 2**20, 1e9
+GIB = 2**30
+MIB = 2**20
+GB = 1e9
 FAILED = "FAILED"  # the value of a fact that could not be had
 
 

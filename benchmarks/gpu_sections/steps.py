@@ -51,7 +51,8 @@ def of_layers(bench: Bench, name: str, recompute: Recompute, layer_spec: LayerSp
     """Times, then memory, of one kind of layers."""
     size = train_steps.SIZES[bench.platform.is_accelerator][name]
     trained = train_steps.train(bench.platform, name, layer_spec, recompute)
-    tokens, case = sum(size.lengths), layer_spec.value
+    tokens = sum(size.lengths)
+    case = layer_spec.value
     total, active = (count / 1e6 for count in (train_steps.num_parameters(size.model), matmul_parameters(size.model)))
     yield Fact(
         what=f"{case}: a step of {len(size.lengths)} sequences, {tokens:,} tokens",
@@ -64,7 +65,8 @@ def of_layers(bench: Bench, name: str, recompute: Recompute, layer_spec: LayerSp
     peak = peak_tflops(bench.platform.device_name, Precision.bfloat16)
     yield Fact(what=f"{case}: model operations", value=rate, unit="TFLOP/s", beside="without repeated and useless work")
     if peak is not None:
-        fused, dense = layer_spec is LayerSpec.transformer_engine, MATMUL_EFFICIENCY * peak * 1e12
+        fused = layer_spec is LayerSpec.transformer_engine
+        dense = MATMUL_EFFICIENCY * peak * 1e12
         assumed = MATMUL_EFFICIENCY * layers_share(size.model, dense, fused=fused)
         yield Fact(what=f"{case}: MFU", value=100 * rate / peak, unit="%", beside=f"planner: {100 * assumed:.0f}")
     losses = f"loss {trained.losses[0]:.3f} to {trained.losses[-1]:.3f} in {len(trained.losses)} steps"

@@ -9,7 +9,8 @@ from benchmarks.logprobs import DTYPES, PLAIN_FLOAT32_COPIES, VOCAB_SIZES, fused
 from mcore_rl.parallel.device import memory
 from mcore_rl.training.logprobs import cache_sized_chunk_bytes
 
-TOKENS, REPETITIONS = 4_096, 3
+TOKENS = 4_096
+REPETITIONS = 3
 
 
 def facts(bench: Bench) -> Facts:
@@ -29,7 +30,9 @@ def of_case(bench: Bench, tokens: int, vocab_size: int, name: str, dtype: torch.
     if PLAIN_FLOAT32_COPIES * 4 * tokens * vocab_size > memory(bench.platform).free_bytes:
         yield Fact(what=f"plain: {case}", value="left out", beside="too little device memory is free")
         del paths["plain"]
-    means, times, extras = {}, {}, {}
+    means = {}
+    times = {}
+    extras = {}
     for path_name, path in paths.items():
         runs = [run_once(bench.platform, path, logits_TV, targets_T) for _ in range(REPETITIONS)]
         times[path_name] = min(seconds for seconds, _, _ in runs)

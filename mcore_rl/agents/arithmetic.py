@@ -63,7 +63,8 @@ def _value(node: ast.expr, text: str, operators: Operators) -> Fraction:
         value = _value(node.operand, text, operators)
         return value if isinstance(node.op, ast.UAdd) else -value
     if isinstance(node, ast.BinOp):
-        left, right = _value(node.left, text, operators), _value(node.right, text, operators)
+        left = _value(node.left, text, operators)
+        right = _value(node.right, text, operators)
         if isinstance(node.op, ast.Pow):
             return _limited(_power(left, right))
         return _limited(_applied(node.op, left, right, operators))

@@ -57,7 +57,9 @@ from mcore_rl.data.media.images import image_size
 from mcore_rl.data.tiny_model import PICTURES, SIZES, write_tiny_model
 from mcore_rl.data.tiny_tokenizer import MIN_VOCAB_SIZE
 
-TINY_MODEL, PRODUCTS, SQUARES = "tiny-model", "products", "squares"
+TINY_MODEL = "tiny-model"
+PRODUCTS = "products"
+SQUARES = "squares"
 VocabSize = Annotated[int, Interval(f"[{MIN_VOCAB_SIZE}, 1048576]")]
 
 

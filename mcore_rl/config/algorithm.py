@@ -294,7 +294,8 @@ def _control_violations(algorithm: AlgorithmConfig) -> list[Violation]:
 
 
 def _bound_violations(filtering: FilterGroupsConfig) -> list[Violation]:
-    lower, upper = filtering.lower, filtering.upper
+    lower = filtering.lower
+    upper = filtering.upper
     if lower is None or upper is None or lower <= upper:
         return []
     problem = f"exceeds upper={upper:g}: no group would be trained"
@@ -314,7 +315,9 @@ def _penalty_violations(kind: KlPenalty) -> list[Violation]:
 
 
 def _rejection_violations(correction: RolloutCorrectionConfig, key: str) -> list[Violation]:
-    reject, upper, lower = correction.reject, correction.reject_upper, correction.reject_lower
+    reject = correction.reject
+    upper = correction.reject_upper
+    lower = correction.reject_lower
     if reject is Rejection.none:
         return []
     violations = []

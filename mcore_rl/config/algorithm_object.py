@@ -25,7 +25,10 @@ if TYPE_CHECKING:
     from mcore_rl.ground.errors import Violation
 
 T = TypeVar("T")
-ACTOR, CRITIC, REFERENCE, TEACHER = "actor", "critic", "reference", "teacher"
+ACTOR = "actor"
+CRITIC = "critic"
+REFERENCE = "reference"
+TEACHER = "teacher"
 NO_REWARD = "none"  # the estimator of which every advantage is 0
 
 

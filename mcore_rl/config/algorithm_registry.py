@@ -21,7 +21,8 @@ from mcore_rl.config.user_files import import_file
 from mcore_rl.ground.errors import ConfigError, Violation
 
 P = TypeVar("P", Estimator, PolicyLoss)
-ESTIMATOR_KEY, LOSS_KEY = "algorithm.adv_estimator", "actor.loss_mode"
+ESTIMATOR_KEY = "algorithm.adv_estimator"
+LOSS_KEY = "actor.loss_mode"
 
 
 @cache

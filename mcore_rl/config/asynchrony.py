@@ -68,7 +68,9 @@ def mode_violations(run: RunConfig) -> Iterator[Violation]:
 
 
 def _partial_violations(run: RunConfig) -> Iterator[Violation]:
-    mode, rollout, bound = run.trainer.mode, run.rollout, run.async_.max_staleness
+    mode = run.trainer.mode
+    rollout = run.rollout
+    bound = run.async_.max_staleness
     if not rollout.partial:
         return
     if mode is ASYNC:

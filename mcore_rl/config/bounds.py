@@ -189,7 +189,10 @@ def _fields(schema: type[Any]) -> tuple[tuple[str, Setting | None, Any], ...]:
 
 def setting_of(key: str, hint: Any, default: Any) -> Setting:
     """The setting of a field with the type ``hint``."""
-    marks, listed, optional, mapped = list[Any](), False, False, False
+    marks = list[Any]()
+    listed = False
+    optional = False
+    mapped = False
     while True:
         origin = get_origin(hint)
         if origin is Annotated:
@@ -199,9 +202,11 @@ def setting_of(key: str, hint: Any, default: Any) -> Setting:
             (hint,) = (each for each in get_args(hint) if each is not NoneType)
             optional = True
         elif origin in (list, tuple):
-            hint, listed = get_args(hint)[0], True
+            hint = get_args(hint)[0]
+            listed = True
         elif origin is dict and get_origin(get_args(hint)[1]) is Annotated:
-            hint, mapped = get_args(hint)[1], True
+            hint = get_args(hint)[1]
+            mapped = True
         else:
             return Setting(key, hint, tuple(marks), listed, optional, default, mapped)
 

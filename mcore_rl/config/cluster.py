@@ -223,7 +223,8 @@ def _environment_violations(cluster: ClusterConfig) -> list[Violation]:
 
 
 def _stage_violations(cluster: ClusterConfig) -> Iterator[Violation]:
-    folder, key = cluster.slurm.stage_model, "slurm.stage_model"
+    folder = cluster.slurm.stage_model
+    key = "slurm.stage_model"
     if folder and not folder.startswith(("/", "$")):
         yield Violation(key, folder, "is no absolute path", "Write a folder of every node's own disks, or $TMPDIR")
     elif "$" in folder and cluster.container.engine is not Container.none:

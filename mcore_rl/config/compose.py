@@ -164,7 +164,8 @@ def words(error: BaseException) -> str:
 
 def _parsed(overrides: Iterable[str]) -> tuple[list[Override], list[Violation]]:
     """(the overrides that hydra can read, a violation for each of the others)."""
-    parsed, wrong = list[Override](), list[Violation]()
+    parsed = list[Override]()
+    wrong = list[Violation]()
     for text in overrides:
         if (violation := _front_violation(text)) is not None:
             wrong.append(violation)
@@ -214,7 +215,8 @@ def _chooses(override: Override, directory: Path | None) -> bool:
 
 
 def _choice_violation(choice: Override, directory: Path | None) -> Violation | None:
-    group, name = choice.key_or_group, str(choice.value())
+    group = choice.key_or_group
+    name = str(choice.value())
     if choice.package is not None:
         return Violation(group, name, f"takes no package, as @{choice.package}", f"Write {group}={name}")
     files = (directory / group).glob("*.yaml") if directory is not None else ()

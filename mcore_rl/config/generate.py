@@ -128,7 +128,8 @@ def _lora_violations(config: GenerateConfig) -> Iterator[Violation]:
 
 def _length_violations(config: GenerateConfig) -> Iterator[Violation]:
     for name in ("max_prompt_length", "max_response_length"):
-        here, there = getattr(config.data, name), getattr(config.rollout, name)
+        here = getattr(config.data, name)
+        there = getattr(config.rollout, name)
         if here != there:
             problem = f"differs from data.{name}={here}"
             yield Violation(f"rollout.{name}", there, problem, f"Leave it out: it is data.{name}")

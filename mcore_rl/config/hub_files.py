@@ -31,7 +31,9 @@ def fetched(config: T) -> T:
 
     Raises ConfigError with everything that cannot be had.
     """
-    kept, changes, wrong = _kept(config), dict[str, Any](), list[Violation]()
+    kept = _kept(config)
+    changes = dict[str, Any]()
+    wrong = list[Violation]()
     for key, place, value in _named_values(config):
         local = dict[Any, list[str]]()
         for name, item in _items(value):

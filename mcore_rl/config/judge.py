@@ -161,7 +161,8 @@ def _engine_violations(judge: JudgeConfig) -> Iterator[Violation]:
         yield Violation(
             "reward.judge.path", judge.path, "is a judge of the run's, and reward.judge.address one", remedy
         )
-    length, tokens = judge.engines.max_length, judge.max_tokens
+    length = judge.engines.max_length
+    tokens = judge.max_tokens
     if length <= tokens:
         problem = f"has no room for a rubric beside reward.judge.max_tokens={tokens}"
         yield Violation("reward.judge.engines.max_length", length, problem, "Raise it, or lower max_tokens")
@@ -197,7 +198,8 @@ def _reading_violations(judge: JudgeConfig) -> Iterator[Violation]:
     """Of what is asked, and of how the score is read."""
     try:
         if RESPONSE not in judge.template:
-            problem, remedy = "does not hold {response}", "Write {response} where the response shall stand"
+            problem = "does not hold {response}"
+            remedy = "Write {response} where the response shall stand"
             yield Violation("reward.judge.prompt", judge.prompt, problem, remedy)
     except (OSError, UnicodeError) as error:
         problem = f"has no {{response}}, and is no file that can be read ({error})"
@@ -213,14 +215,16 @@ def _reading_violations(judge: JudgeConfig) -> Iterator[Violation]:
     if len(judge.scale) != 2 or not judge.scale[0] < judge.scale[1]:
         yield Violation("reward.judge.scale", judge.scale, "is not two rising numbers", "Write [0,10], say")
     elif judge.prompt is None and list(judge.scale) != SCALE:
-        problem, remedy = "is not what the built-in rubric asks for, 0 to 10", "Write a rubric: reward.judge.prompt"
+        problem = "is not what the built-in rubric asks for, 0 to 10"
+        remedy = "Write a rubric: reward.judge.prompt"
         yield Violation("reward.judge.scale", judge.scale, problem, remedy)
 
 
 def _address_problem(address: str) -> str:
     try:
         parts = urlsplit(address)
-        host, _ = parts.hostname, parts.port
+        host = parts.hostname
+        _ = parts.port
     except ValueError as error:
         return f"is no URL: {error}"
     if parts.scheme not in ("http", "https") or not host:

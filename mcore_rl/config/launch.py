@@ -37,7 +37,8 @@ SCHEMAS: dict[str, type[RunConfig] | type[OfflineConfig]] = {
 MAX_NAME = 255  # bytes of a file's name, in all usual file systems
 PREFIX = "cluster."  # of a cluster's keys on a command line
 MEASURED = "cluster.measured"  # names a doctor.json, what mcore-rl doctor measured on the cluster
-FORMAT, VERSION = "mcore-rl doctor", 1
+FORMAT = "mcore-rl doctor"
+VERSION = 1
 RATES_KEY, RESIDUALS_KEY = "rates", "residuals"  # keys of a doctor.json
 MAX_BYTES = 16 << 20  # of a doctor.json
 
@@ -49,7 +50,9 @@ def read_words(texts: Sequence[str], *names: str) -> tuple[dict[str, str], list[
     prefix; all others, which are overrides of the run; violations: texts without ``=``).
     """
     named: dict[str, str] = {}
-    of_cluster, of_run, wrong = list[str](), list[str](), list[Violation]()
+    of_cluster = list[str]()
+    of_run = list[str]()
+    wrong = list[Violation]()
     for text in texts:
         key, written, value = text.partition("=")
         if not written:
@@ -257,7 +260,8 @@ def take_measured(cluster: ClusterConfig) -> None:
     Raises ConfigError if the file is missing, is no doctor.json, is of other devices, or has nothing to plan with.
     """
     values = _read_measured(cluster.measured)
-    device, name = values.get("device"), values.get("device_name")
+    device = values.get("device")
+    name = values.get("device_name")
     if device != cluster.device.value or (cluster.device_name and name != cluster.device_name):
         problem = f"was measured on {name} ({device}), and the cluster {cluster.name} has "
         problem += f"{cluster.device_name or 'other devices'} ({cluster.device.value})"

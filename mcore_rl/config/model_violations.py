@@ -141,7 +141,8 @@ def _vision_violations(model: ModelConfig, vision: VisionConfig) -> list[Violati
 
 
 def _mrope_violations(model: ModelConfig, mrope: MropeConfig) -> list[Violation]:
-    pairs, sections = model.rotary_dim // 2, mrope.sections
+    pairs = model.rotary_dim // 2
+    sections = mrope.sections
     if len(sections) != 3 or min(sections) < 0 or sum(sections) != pairs:
         problem = f"are no three numbers that add up to the {pairs} rotated pairs of a head"
         return [Violation("model.mrope.sections", sections, problem, "Write those of time, height and width")]
@@ -155,7 +156,8 @@ def _rotary_percent_violations(model: ModelConfig) -> list[Violation]:
     share = model.rotary_percent
     if share == 1:
         return []
-    factor, rotated = model.rope.attention_factor, model.rotary_dim
+    factor = model.rope.attention_factor
+    rotated = model.rotary_dim
     pairs = f"rotates {rotated} of model.head_dim={model.head_dim}, and RoPE rotates pairs"
     problems = {
         "is no share of a head": not 0 < share < 1,
@@ -204,7 +206,8 @@ def _mla_violations(model: ModelConfig, mla: MlaConfig) -> list[Violation]:
     violations = _not_positive("model.mla", mla, positive)
     rope = mla.qk_rope_head_dim
     parts = f"model.mla.qk_nope_head_dim={mla.qk_nope_head_dim} and qk_rope_head_dim={rope} add up to {width}"
-    heads, gate = model.num_attention_heads, model.attention_output_gate
+    heads = model.num_attention_heads
+    gate = model.attention_output_gate
     for key, value, is_right, problem, remedy in (
         ("model.mla.qk_rope_head_dim", rope, rope % 2 == 0, "RoPE rotates pairs", "Write an even number"),
         ("model.head_dim", model.head_dim, model.head_dim == width, parts, f"Write {width}"),
@@ -240,7 +243,8 @@ def _moe_violations(model: ModelConfig, moe: MoeConfig) -> list[Violation]:
                     Violation(f"model.moe.{name}", getattr(moe, name), "must be positive", "Write 1 or more")
                 )
         return violations  # the rules below divide by these
-    experts, groups = f"model.moe.num_experts={moe.num_experts}", f"model.moe.num_groups={moe.num_groups}"
+    experts = f"model.moe.num_experts={moe.num_experts}"
+    groups = f"model.moe.num_groups={moe.num_groups}"
     num_kept = moe.num_experts // moe.num_groups * moe.top_k_groups
     limited = moe.top_k_groups < moe.num_groups
     choice = f"{experts}" if not limited else f"the {num_kept} experts of model.moe.top_k_groups={moe.top_k_groups}"

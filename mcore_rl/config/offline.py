@@ -88,7 +88,8 @@ def _role_violations(config: OfflineConfig, role: Role) -> list[Violation]:
 
 def _adapter_violations(config: OfflineConfig) -> Iterator[Violation]:
     """Settings of adapters that there are none of; ``train`` has this from ``config/unread_keys.py``."""
-    lora, plain = config.actor.lora, LoraConfig()
+    lora = config.actor.lora
+    plain = LoraConfig()
     for each in () if lora.rank else fields(LoraConfig):
         value = getattr(lora, each.name)
         if value != getattr(plain, each.name):
@@ -103,13 +104,15 @@ def _picture_violations(config: OfflineConfig) -> Iterator[Violation]:
 
 def _warmup_violations(config: OfflineConfig) -> Iterator[Violation]:
     if config.trainer.critic_warmup:
-        remedy, problem = "Leave trainer.critic_warmup out", f"{config.command} has no critic"
+        remedy = "Leave trainer.critic_warmup out"
+        problem = f"{config.command} has no critic"
         yield Violation("trainer.critic_warmup", config.trainer.critic_warmup, problem, remedy)
 
 
 def _mode_violations(config: OfflineConfig) -> Iterator[Violation]:
     if config.trainer.mode is not Mode.sync:
-        remedy, problem = "Leave trainer.mode out", f"{config.command} draws no rollouts"
+        remedy = "Leave trainer.mode out"
+        problem = f"{config.command} draws no rollouts"
         yield Violation("trainer.mode", config.trainer.mode.value, problem, remedy)
     for name, value in (("record_rollouts", config.trainer.record_rollouts), ("replay", config.trainer.replay)):
         if value:
@@ -119,7 +122,8 @@ def _mode_violations(config: OfflineConfig) -> Iterator[Violation]:
 
 def _sharing_violations(config: OfflineConfig) -> Iterator[Violation]:
     if config.actor.share_prompts is not SharePrompts.off:
-        problem, remedy = f"{config.command} draws no samples of prompts", "Leave actor.share_prompts out"
+        problem = f"{config.command} draws no samples of prompts"
+        remedy = "Leave actor.share_prompts out"
         yield Violation("actor.share_prompts", config.actor.share_prompts.value, problem, remedy)
 
 

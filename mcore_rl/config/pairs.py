@@ -55,7 +55,9 @@ def sequences_per_prompt(run: RunConfig) -> int:
 
 def pair_violations(run: RunConfig) -> Iterator[Violation]:
     """Every violation of what pairs are made of, and of settings that mean something for single responses alone."""
-    chosen, loss, actor = estimator(run.algorithm.adv_estimator), policy_loss(run.actor.loss_mode), run.actor
+    chosen = estimator(run.algorithm.adv_estimator)
+    loss = policy_loss(run.actor.loss_mode)
+    actor = run.actor
     if (chosen.scope is Scope.pair) != loss.pairs:
         yield _mismatch(chosen.name, loss.name, pairs=loss.pairs)
         return

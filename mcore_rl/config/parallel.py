@@ -67,7 +67,8 @@ def parse_layers(text: str) -> list[int]:
     counts = [piece.strip() for piece in text.split(",")]
     if all(re.fullmatch("0*[1-9][0-9]{0,5}", count) for count in counts):
         return [int(count) for count in counts]
-    problem, remedy = "is no list of numbers of layers", "Write one for each chunk, as 16,15,15,15"
+    problem = "is no list of numbers of layers"
+    remedy = "Write one for each chunk, as 16,15,15,15"
     raise ConfigError([Violation("pipeline-layers", text, problem, remedy)])
 
 

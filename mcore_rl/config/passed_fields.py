@@ -62,7 +62,8 @@ class PassedFields:
 
 def _of_value(key: str, value: Any, kind: ValueKind) -> Violation | None:
     if isinstance(kind, tuple) and not any(isinstance(each, type) for each in kind):
-        fits, wanted = value in kind and not isinstance(value, bool), f"one of {', '.join(map(str, kind))}"
+        fits = value in kind and not isinstance(value, bool)
+        wanted = f"one of {', '.join(map(str, kind))}"
     else:
         # A bool is an int to Python, and no count; a whole number is a number.
         kinds = (int, float) if kind is float else kind

@@ -23,7 +23,9 @@ def with_replicas(run: AnyRun, *, on_accelerators: bool) -> AnyRun:
     """
     if not isinstance(run, RunConfig) or run.rollout.dp is not None:
         return run
-    rollout, trainer, dp = run.rollout, run.trainer, 1
+    rollout = run.rollout
+    trainer = run.trainer
+    dp = 1
     if on_accelerators and trainer.placement is Placement.colocated:
         dp = max(1, (rollout.ep if rollout.ep > rollout.tp else trainer.world_size) // rollout.tp)
     return replace(run, rollout=replace(rollout, dp=dp))

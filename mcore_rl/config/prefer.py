@@ -72,13 +72,16 @@ class PreferConfig(OfflineConfig):
 
 
 def _data_violations(config: OfflineConfig, prefer: PreferConfig) -> Iterator[Violation]:
-    data, row, name = prefer.data, prefer.actor.preference.row, prefer.actor.preference.loss.value
+    data = prefer.data
+    row = prefer.actor.preference.row
+    name = prefer.actor.preference.loss.value
     if data.margin_key and not row.margins:
         reading = [loss.value for loss, each in ROWS.items() if each.margins]
         remedy = f"Leave it out, or write actor.preference.loss={' or '.join(reading)}"
         yield Violation("data.margin_key", data.margin_key, f"{name} knows no margins", remedy)
     if data.step_labels_key is not None:
-        problem, remedy = "is of reward models", "Leave it out, or train one: mcore-rl reward actor.reward.loss=bce"
+        problem = "is of reward models"
+        remedy = "Leave it out, or train one: mcore-rl reward actor.reward.loss=bce"
         yield Violation("data.step_labels_key", data.step_labels_key, problem, remedy)
     if prefer.actor.preference.loss is PreferenceLoss.kto and data.train_batch_size < 2:
         problem = "is too few: kto estimates the KL by the answers of other rows"

@@ -187,7 +187,9 @@ class RewardConfig:
 
 def custom_violations(custom: CustomRewardFunction) -> Iterator[Violation]:
     """The contradictions between settings of ``custom``."""
-    prefix, functions, weights = "custom_reward_function.", custom.functions, custom.weights
+    prefix = "custom_reward_function."
+    functions = custom.functions
+    weights = custom.weights
     if functions and custom.path is None:
         yield Violation(f"{prefix}path", None, "is not set, and functions are named", "Write the file that has them")
     if custom.reward_kwargs and custom.path is None:

@@ -71,11 +71,13 @@ def style_violations(
     config: RewardModelConfig, judge: JudgeConfig, custom: CustomRewardFunction, ids: Mapping[Style, Sequence[str]]
 ) -> list[Violation]:
     """Refuses a reward model or a judge that no row asks for, and rows that nobody scores.  ids: rows of each style."""
-    violations, own = list[Violation](), custom.path is not None
+    violations = list[Violation]()
+    own = custom.path is not None
     asked = "reward_model.enable=true reward_model.model.path=DIR"
     violations += _unmatched(Style.model, ids, "reward_model.enable", config.enable, config.enable, own, asked)
     asked = "reward.judge.address=URL reward.judge.model=NAME, or reward.judge.path=DIR"
-    key, value = judge.key or "reward.judge.address", judge.path or judge.address
+    key = judge.key or "reward.judge.address"
+    value = judge.path or judge.address
     return violations + _unmatched(Style.judge, ids, key, value, judge.key is not None, own, asked)
 
 

@@ -148,7 +148,9 @@ class RewardTrainingConfig(OfflineConfig):
 
 def _column_violations(config: OfflineConfig, training: RewardTrainingConfig) -> Iterator[Violation]:
     """Columns that are named and not read."""
-    loss, data, plain = training.actor.reward.loss, training.data, PreferenceDataConfig()
+    loss = training.actor.reward.loss
+    data = training.data
+    plain = PreferenceDataConfig()
     pairs = training.actor.reward.row.pairs
     unread = ("completion_key", "label_key") if pairs else ("chosen_key", "rejected_key", "margin_key")
     if data.end_of_turn is not None:

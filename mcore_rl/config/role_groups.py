@@ -91,7 +91,8 @@ class RoleGroups:
         """The weights that the role's own keys name."""
         if not has_key(self, role.group):
             return {}
-        path, config = self._value_at(role.weights) if role.weights else None, getattr(self, role.group)
+        path = self._value_at(role.weights) if role.weights else None
+        config = getattr(self, role.group)
         more = config.by_source if isinstance(config, TeacherConfig) else {}
         named = {f"{role.name}.{BY_SOURCE}.{source}": directory for source, directory in more.items()}
         return ({str(role.weights): path} if path else {}) | named

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
 REF_LOGPROBS = "ref_logprobs_T"
 # What a teacher of the loss makes instead of log-probs.
-TEACHER_HIDDEN, TEACHER_SCORED = "teacher_hidden_MH", "teacher_scored_T"
+TEACHER_HIDDEN = "teacher_hidden_MH"
+TEACHER_SCORED = "teacher_scored_T"
 ROUTES = ("routing_TLK", "unrouted_T")  # the experts to repeat, which a batch has with ``actor.router_replay``
 FROM_ADVANTAGES = ("advantages_T", "teacher_advantages_T", "weights_T", "selection_T")
 

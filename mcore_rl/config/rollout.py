@@ -299,7 +299,8 @@ def _quantization_violations(rollout: RolloutConfig) -> Iterator[Violation]:
 def _greedy_violations(rollout: RolloutConfig) -> list[Violation]:
     if rollout.temperature != 0 or rollout.n == 1:
         return []
-    problem, remedy = f"draws the same response rollout.n={rollout.n} times", "Write 1.0, or rollout.n=1"
+    problem = f"draws the same response rollout.n={rollout.n} times"
+    remedy = "Write 1.0, or rollout.n=1"
     return [Violation("rollout.temperature", 0, problem, remedy)]
 
 
@@ -328,7 +329,8 @@ def context_violations(model: ModelConfig, rollout: RolloutConfig) -> list[Viola
         problem = f"with rollout.max_response_length={rollout.max_response_length} exceeds the model's {context} tokens"
         remedy = f"Lower one of them, to {context} in all, or if the model reaches further, {POSITIONS}"
         violations.append(Violation("rollout.max_prompt_length", rollout.max_prompt_length, problem, remedy))
-    rope, reach = model.rope, yarn_reach(model)
+    rope = model.rope
+    reach = yarn_reach(model)
     if reach is not None and rollout.max_model_len > reach:
         problem = f"with rollout.max_response_length={rollout.max_response_length} exceeds the {reach} tokens that YaRN"
         problem += f" reaches: factor {rope.factor:g} times {rope.original_max_position_embeddings}"

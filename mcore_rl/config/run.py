@@ -149,14 +149,17 @@ class RunConfig(RoleGroups, Composed):
         """Who teaches which rows; None: there is no teacher."""
         if TEACHER not in self.roles:
             return None
-        named, config = self.checkpoints_of(ROLES[TEACHER]), self.role_config(ROLES[TEACHER])
+        named = self.checkpoints_of(ROLES[TEACHER])
+        config = self.role_config(ROLES[TEACHER])
         assert isinstance(config, TeacherConfig)
         by_source = {source: named[f"{TEACHER}.{BY_SOURCE}.{source}"] for source in config.by_source}
         return Teachers(rest=named.get(REST), by_source=by_source)
 
     def loss_of(self, role: Role) -> Any:
         """The ``RoleLoss`` of a trained role; a teacher may be a term of the policy's."""
-        loss, distill, teachers = super().loss_of(role), self.algorithm.distill, self.teachers
+        loss = super().loss_of(role)
+        distill = self.algorithm.distill
+        teachers = self.teachers
         if not (role.publishes and distill.in_loss):
             return loss
         names = teachers.names if teachers is not None and teachers.are_several else ()
@@ -325,8 +328,10 @@ def _batch_violations(run: RunConfig) -> Iterator[Violation]:
 
 
 def _gen_batch_violations(run: RunConfig) -> list[Violation]:
-    violations, size = [], run.data.train_batch_size
-    drawn, filtering = run.data.gen_batch_size, run.algorithm.filter_groups.enable
+    violations = []
+    size = run.data.train_batch_size
+    drawn = run.data.gen_batch_size
+    filtering = run.algorithm.filter_groups.enable
     if drawn is not None and not filtering and drawn != size:
         problem = f"differs from data.train_batch_size={size}, and no groups are filtered"
         remedy = "Leave it out, or write algorithm.filter_groups.enable=true"
@@ -341,7 +346,8 @@ def _gen_batch_violations(run: RunConfig) -> list[Violation]:
 
 
 def _length_violations(run: RunConfig) -> Iterator[Violation]:
-    overlong, longest = run.reward.overlong, run.data.max_response_length
+    overlong = run.reward.overlong
+    longest = run.data.max_response_length
     mean = run.data.mean_response_length
     if mean is not None and mean > longest:
         problem = f"is more than data.max_response_length={longest}"
@@ -351,15 +357,19 @@ def _length_violations(run: RunConfig) -> Iterator[Violation]:
         remedy = f"Write {max(1, longest // 4)}, say"
         yield Violation("reward.overlong.length", overlong.length, problem, remedy)
     for name in ("max_prompt_length", "max_response_length"):
-        here, there = getattr(run.data, name), getattr(run.rollout, name)
+        here = getattr(run.data, name)
+        there = getattr(run.rollout, name)
         if here != there:
             problem = f"differs from data.{name}={here}"
             yield Violation(f"rollout.{name}", there, problem, f"Leave it out: it is data.{name}")
 
 
 def _group_violations(run: RunConfig) -> list[Violation]:
-    violations, algorithm, n = list[Violation](), run.algorithm, run.rollout.n
-    name, least = algorithm.adv_estimator, estimator(algorithm.adv_estimator).min_group
+    violations = list[Violation]()
+    algorithm = run.algorithm
+    n = run.rollout.n
+    name = algorithm.adv_estimator
+    least = estimator(algorithm.adv_estimator).min_group
     if n < least:
         problem = f"algorithm.adv_estimator={name} compares the samples of a prompt, and needs {least} or more"
         violations.append(Violation("rollout.n", n, problem, "Write rollout.n=5, say, or another estimator"))
@@ -370,7 +380,9 @@ def _group_violations(run: RunConfig) -> list[Violation]:
 
 
 def _distribution_violations(run: RunConfig) -> list[Violation]:
-    violations, algorithm, drawn = list[Violation](), run.algorithm, run.rollout
+    violations = list[Violation]()
+    algorithm = run.algorithm
+    drawn = run.rollout
     if drawn.temperature == 0:
         problem = "greedy samples are of no distribution that could be trained"
         violations.append(Violation("rollout.temperature", 0, problem, "Write rollout.temperature=1.0"))
@@ -384,7 +396,8 @@ def _distribution_violations(run: RunConfig) -> list[Violation]:
 
 def _uncorrected_violations(run: RunConfig) -> Iterator[Violation]:
     """Refuses to train on samples of quantised engines as if the trainer's weights had drawn them."""
-    quantization, off_policy = run.rollout.quantization, run.algorithm.off_policy
+    quantization = run.rollout.quantization
+    off_policy = run.algorithm.off_policy
     if quantization is Quantization.none or off_policy is not OffPolicy.recompute or run.rollout.allow_uncorrected:
         return
     problem = "engines draw from rounded weights, and algorithm.off_policy=recompute trains as if the trainer had drawn"
@@ -409,7 +422,9 @@ def _schedule_violations(run: RunConfig) -> list[Violation]:
 
 def _loss_violations(run: RunConfig) -> list[Violation]:
     """Settings that contradict the policy loss."""
-    violations, actor, loss = [], run.actor, policy_loss(run.actor.loss_mode)
+    violations = []
+    actor = run.actor
+    loss = policy_loss(run.actor.loss_mode)
     if loss.aggregation is not None and actor.loss_agg_mode is not loss.aggregation:
         problem = f"actor.loss_mode={loss.name} is defined with another ({loss.paper})"
         remedy = f"Write actor.loss_agg_mode={loss.aggregation.value}"
@@ -423,7 +438,9 @@ def _loss_violations(run: RunConfig) -> list[Violation]:
 
 def _update_violations(run: RunConfig) -> list[Violation]:
     """More updates of a batch than the policy loss is right for."""
-    violations, actor, loss = list[Violation](), run.actor, policy_loss(run.actor.loss_mode)
+    violations = list[Violation]()
+    actor = run.actor
+    loss = policy_loss(run.actor.loss_mode)
     if loss.updates_per_batch is None or actor.allow_stale_updates:
         return violations
     size = run.data.train_batch_size
@@ -432,9 +449,13 @@ def _update_violations(run: RunConfig) -> list[Violation]:
     if trains_stale(run) and not run.algorithm.weighs:
         problem = f"trains batches of older weights than its own: {reason}"
         if run.rollout.partial:
-            key, value, instead = "rollout.partial", "true", "false"
+            key = "rollout.partial"
+            value = "true"
+            instead = "false"
         else:
-            key, value, instead = "trainer.mode", run.trainer.mode.value, "sync"
+            key = "trainer.mode"
+            value = run.trainer.mode.value
+            instead = "sync"
         weighed = f"Write {instead}, or algorithm.off_policy=decoupled, {remedy}"
         violations.append(Violation(key, value, problem, weighed))
     if actor.ppo_epochs > loss.updates_per_batch:

@@ -53,7 +53,8 @@ def scheduled(run: R, num_steps: int) -> R:
 def schedule_violations(run: RoleGroups, num_steps: int) -> Iterator[Violation]:
     """Schedules that do not go with a run of ``num_steps`` steps."""
     for role in (each for each in run.role_rows if each.trains):
-        optim, length = run.role_config(role).optim, num_updates(run, role, num_steps)
+        optim = run.role_config(role).optim
+        length = num_updates(run, role, num_steps)
         if optim.lr_schedule is Schedule.constant or not length:
             continue
         if not optim.total_steps:

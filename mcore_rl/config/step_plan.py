@@ -58,7 +58,8 @@ def step_plan(run: RunConfig, *, trains_policy: bool = True) -> tuple[StepStage,
     Raises ConfigError if a stage reads what none makes, makes what none reads, or waits for one that waits for it.
     """
     policy = run.policy.name
-    before, after = list[StepStage](), list[StepStage]()
+    before = list[StepStage]()
+    after = list[StepStage]()
     for role in run.role_rows:
         for stage in role.stages(role, run):
             is_update = isinstance(stage, Update) and stage.role == policy
@@ -80,7 +81,8 @@ def why_scored(run: RunConfig) -> str | None:
     The policy's loss may read old log-probs, and metrics may; anything else that reads them, or a second update, needs
     the pass.
     """
-    config, algorithm = run.trained_config(run.policy), run.algorithm
+    config = run.trained_config(run.policy)
+    algorithm = run.algorithm
     if algorithm.rollout_correction.reject is not Rejection.none:
         return "rollout_correction.reject reads the ratio of trainer to sampler"
     if algorithm.off_policy is OffPolicy.bypass:
@@ -111,7 +113,8 @@ def _is_read(run: RunConfig, name: str) -> bool:
 
 def _in_order(run: RunConfig, stages: Sequence[StepStage]) -> list[StepStage]:
     """Each stage as soon as all that it reads is made, in the given order where several could be next."""
-    waiting, placed = list(stages), list[StepStage]()
+    waiting = list(stages)
+    placed = list[StepStage]()
     while waiting:
         ready = next((each for each in waiting if not _waits(each, waiting)), None)
         if ready is None:

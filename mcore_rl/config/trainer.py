@@ -293,7 +293,8 @@ def _replay_violations(trainer: TrainerConfig) -> list[Violation]:
     """What contradicts a replay: it has no engines, and must not write into the run that it reads."""
     if trainer.replay is None:
         return []
-    key, violations = "trainer.replay", list[Violation]()
+    key = "trainer.replay"
+    violations = list[Violation]()
     if Path(trainer.replay).resolve() == Path(trainer.default_local_dir).resolve():
         remedy = "Write another trainer.default_local_dir"
         violations.append(Violation(key, trainer.replay, "is the run directory itself", remedy))
@@ -318,7 +319,8 @@ def _push_violations(trainer: TrainerConfig) -> list[Violation]:
 
 
 def _prometheus_violations(trainer: TrainerConfig) -> list[Violation]:
-    key, host = "trainer.prometheus.host", trainer.prometheus.host
+    key = "trainer.prometheus.host"
+    host = trainer.prometheus.host
     try:
         ip_address(host)
     except ValueError:

@@ -169,7 +169,8 @@ def _merge_known(
         inner = hints.get(name if prefix else field_of(name))
         if name not in tree:
             for leaf, each in leaf_values({key: value}):
-                remedy, shown = trl_remedy(leaf), _shown(each)
+                remedy = trl_remedy(leaf)
+                shown = _shown(each)
                 if remedy and len(text := str(shown)) > MAX_OF_TRL:
                     shown = f"{text[:MAX_OF_TRL]}..."
                 yield Violation(leaf, shown, NO_KEY, remedy or meant(leaf, known, "--cfg all shows all keys"))
@@ -215,7 +216,8 @@ def _spell_numbers(schema: type[Any]) -> None:
 
 def _violation(error: Mapping[str, Any]) -> Violation:
     """A fault that pydantic found, in our words."""
-    kind, value = error["type"], error["input"]
+    kind = error["type"]
+    value = error["input"]
     place: Sequence[str | int] = error["loc"][:-1] if kind == "missing" else error["loc"]
     key = key_of(str(place[0])) if place else ""
     for part in place[1:]:

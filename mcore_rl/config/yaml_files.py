@@ -216,7 +216,9 @@ def _keep_text(node: yaml.Node, seen: set[int]) -> None:
 
 def _demand_small(text: str) -> None:
     """Raises ValueError if ``text`` nests too deep, or has too many values once every alias is written out."""
-    counts, anchors, names = [0], dict[str, int](), list[str | None]()
+    counts = [0]
+    anchors = dict[str, int]()
+    names = list[str | None]()
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
         if isinstance(event, yaml.AliasEvent):
             if event.anchor in names:
@@ -229,7 +231,8 @@ def _demand_small(text: str) -> None:
             counts.append(1)
             names.append(event.anchor)
         elif isinstance(event, yaml.CollectionEndEvent):
-            count, name = counts.pop(), names.pop()
+            count = counts.pop()
+            name = names.pop()
             counts[-1] += count
             anchors |= {name: count} if name else {}
         if len(counts) > MAX_DEPTH:

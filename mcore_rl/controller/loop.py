@@ -76,7 +76,8 @@ async def _who_shares(run: Run) -> frozenset[str]:
 
 async def train_step(run: Run, step: int) -> dict[str, float]:
     """One step: the engines begin with the weights of the step before, and end with those of this one."""
-    config, clock = run.config, run.clock
+    config = run.config
+    clock = run.clock
 
     run.tracker.now("drawing")
     with clock("generate"):
@@ -95,7 +96,8 @@ async def train_step(run: Run, step: int) -> dict[str, float]:
     with clock("sync"):
         await run.devices.to_trainer()
     run.tracker.now("log-probs")
-    prompts, seed = config.data.train_batch_size, config.data.seed + step
+    prompts = config.data.train_batch_size
+    seed = config.data.seed + step
     minibatches = {
         role.name: updates.minibatches(groups.group_S, config.trained_config(role), prompts, seed)
         for role in config.trained_rows
@@ -213,14 +215,18 @@ async def run_stage(run: Run, stage: StepStage, state: StepState) -> dict[str, f
 
 
 async def _score(run: Run, stage: Pass, state: StepState) -> dict[str, float]:
-    group, config = run.groups[stage.group], run.config
-    shared, into, metrics = state.shared, None, dict[str, float]()
+    group = run.groups[stage.group]
+    config = run.config
+    shared = state.shared
+    into = None
+    metrics = dict[str, float]()
     with run.clock(stage.phase):
         if stage.context is not None:
             reader = config.role_config(config.row(stage.group))
             positions = run.prepared.models[stage.group].max_position_embeddings
             told = contexts.told(state.episodes, stage.context, run.tokenizer, config, reader, positions)
-            into, shared = shared, updates.send_whole(group, assemble(told.episodes).batch)
+            into = shared
+            shared = updates.send_whole(group, assemble(told.episodes).batch)
             state.in_context.append((stage, shared.lengths_S))
             metrics[f"{stage.role}/in_context"] = told.share
         scores = await updates.run_pass(
@@ -238,7 +244,8 @@ async def _score(run: Run, stage: Pass, state: StepState) -> dict[str, float]:
 
 
 async def _on_ranks(run: Run, stage: OnRanks, state: StepState) -> dict[str, float]:
-    ranks, shared = state.shared.assignment, state.shared
+    ranks = state.shared.assignment
+    shared = state.shared
     values = {name: state.values[name] for name in stage.reads if name in state.values}
     payloads = [{name: value[members] for name, value in values.items()} for members in ranks]
     inputs = shared.shard_refs([[members] for members in ranks], stage.reads, payloads)
@@ -269,7 +276,9 @@ async def _update(run: Run, stage: Update, state: StepState) -> dict[str, float]
     """Its metrics come at the end of the step, in ``train_step``."""
     if not state.updated:
         run.preemption.raise_if_asked()  # from here on the step changes what a checkpoint holds
-    group, config, snapshots = run.groups[stage.role], run.config, run.config.snapshots_of(stage.role)
+    group = run.groups[stage.role]
+    config = run.config
+    snapshots = run.config.snapshots_of(stage.role)
     advantages = state.advantages if ADVANTAGES in stage.reads else None
     run.tracker.now(f"training the {stage.role}")
     with run.clock(stage.phase):

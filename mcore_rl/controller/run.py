@@ -68,7 +68,8 @@ class Run(TrainingRun[RunConfig, Prepared]):
         self.recorder = Recorder(self.directory, warn=warn)
         self.thumbnails = Thumbnails(self.directory, warn=warn)
         self.rollouts = self._rollouts(ahead)
-        self.tokenizer, self.kl = prepared.tokenizer, prepared.kl
+        self.tokenizer = prepared.tokenizer
+        self.kl = prepared.kl
         self.on_accelerator = platform.is_accelerator
         self.guards = Guards(config.trainer.guards, read_metrics(self.directory / "metrics.jsonl"))
         self.num_drawn = self.num_tokens = 0  # responses, and tokens that were trained, of the last step
@@ -80,7 +81,9 @@ class Run(TrainingRun[RunConfig, Prepared]):
         if self.collector is None:
             assert self.config.trainer.replay is not None, "without engines there is nothing but a record"
             return ReplaySource(Path(self.config.trainer.replay), self.row_of, self.prepared.sampler)
-        sampler, steps, shown = self.prepared.sampler, self.num_steps, self.reporting("drawing")
+        sampler = self.prepared.sampler
+        steps = self.num_steps
+        shown = self.reporting("drawing")
         rollouts: RolloutSource | RolloutStream
         if ahead is None or not (self.config.trainer.mode is ASYNC or self.config.rollout.partial):
             rollouts = RolloutSource(self.collector, sampler, self.next_rows, steps, self.clock, shown, ahead)
@@ -151,8 +154,10 @@ class Run(TrainingRun[RunConfig, Prepared]):
         For people to read, if ``trainer.save_rollouts``; to the last bit, if ``trainer.record_rollouts``.
         num_tokens: of the sequences that it trains.
         """
-        place, trainer = self.place, self.config.trainer
-        self.num_drawn, self.num_tokens = len(rollouts.episodes), num_tokens
+        place = self.place
+        trainer = self.config.trainer
+        self.num_drawn = len(rollouts.episodes)
+        self.num_tokens = num_tokens
         if trainer.save_rollouts:
             self._show(step, "rollouts", rollouts.episodes, self.prepared.train, OF_A_STEP)
         if trainer.record_rollouts:

@@ -62,9 +62,12 @@ class TrainingRun(ABC, Generic[C, P]):
     ) -> None:
         self.config: C = config
         self.prepared: P = prepared
-        self.tracker, self.groups = tracker, dict(groups)
-        self.directory, self.progress = Path(config.trainer.default_local_dir), prepared.progress
-        self.preemption, self.clock = Preemption(), Clock()
+        self.tracker = tracker
+        self.groups = dict(groups)
+        self.directory = Path(config.trainer.default_local_dir)
+        self.progress = prepared.progress
+        self.preemption = Preemption()
+        self.clock = Clock()
         self.owner: RunOwner | None = None
         self.pushes: HubPushes | None = None
         self.callbacks: Sequence[Callback] = ()
@@ -123,14 +126,16 @@ class TrainingRun(ABC, Generic[C, P]):
 
     def watch(self, lanes: Sequence[Lane]) -> None:
         """Records what the engines of ``lanes`` do, from now on: they may be older than this run."""
-        self.lanes, now = lanes, time.perf_counter()
+        self.lanes = lanes
+        now = time.perf_counter()
         for lane in lanes:
             lane.take(now, now)
         self.tracker.watch(lanes)
 
     def clocked(self) -> tuple[dict[str, float], StepLanes]:
         """Ends the clock's step: its seconds (``time/*``) with the shares of idle time, and what everybody did."""
-        begin, seconds = self.clock.begun, self.clock.step()
+        begin = self.clock.begun
+        seconds = self.clock.step()
         whole = seconds["time/step"]
         lanes = {lane.name: lane.take(begin, self.clock.begun) for lane in self.lanes}
         taken = StepLanes(time.time() - whole, whole, {TRAINER: trainer_lane(self.clock.spans)} | lanes)
@@ -205,7 +210,8 @@ class TrainingRun(ABC, Generic[C, P]):
 
     async def export(self, name: str) -> Path:
         """Write the first trained role as a Hugging Face checkpoint to ``RUN/hf/NAME``, and return that path."""
-        target, role = self.directory / "hf" / name, next(row for row in self.config.role_rows if row.trains)
+        target = self.directory / "hf" / name
+        role = next(row for row in self.config.role_rows if row.trains)
         source = Path(self.config.weights_of(role))
         await run_checkpoints.export_hf(self.groups[role.name], source, target, self.progress.step)
         return target
@@ -265,7 +271,8 @@ def open_directory(
 
     Nothing of an earlier run in the directory changes.  Says whether this one goes on, or what it will move aside.
     """
-    trainer, directory = config.trainer, Path(config.trainer.default_local_dir)
+    trainer = config.trainer
+    directory = Path(config.trainer.default_local_dir)
     resumed = None if prepared.checkpoint is None or trainer.val_only else prepared.progress.step
     if prepared.checkpoint is not None:
         note_differences(prepared.identity, prepared.checkpoint)

@@ -148,7 +148,8 @@ def device_diagnosis(report: DriverReport) -> Diagnosis:
     shown = ", ".join(f"{count} x {name}" for name, count in names.items())
     if len(names) > 1:
         warnings.append(f"devices differ: {shown}")
-    verdict, remedy = Verdict.WARN, "See who runs there; a run plans with an empty device"
+    verdict = Verdict.WARN
+    remedy = "See who runs there; a run plans with an empty device"
     if failures:
         verdict = Verdict.FAIL
         remedy = "Reset or replace the device, set compute mode Default, or leave the node out"

@@ -49,7 +49,10 @@ LOADERS = ("/lib64/ld-linux-x86-64.so.2", "/lib/ld-linux-aarch64.so.1")
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 FORK = 0x01300011  # SIGCHLD, CLONE_CHILD_SETTID, CLONE_CHILD_CLEARTID, CLONE_PARENT_SETTID: what fork sets
 NOBODY = 60000  # the first of the users that a root becomes, each of one process alone; containers map 65536
-PR_SET_KEEPCAPS, PR_CAP_AMBIENT, PR_CAP_AMBIENT_RAISE, CAP_DAC_READ_SEARCH = 8, 47, 2, 2
+PR_SET_KEEPCAPS = 8
+PR_CAP_AMBIENT = 47
+PR_CAP_AMBIENT_RAISE = 2
+CAP_DAC_READ_SEARCH = 2
 OPEN = "reads and writes what is open"
 SHELL_ALLOWED: dict[str, dict[str, Numbers]] = {
     **ALLOWED,

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from importlib import metadata
 
 MAX_VALUE_SHOWN = 500  # characters
-_NUMBER, _LONG_WORD = re.compile(r"\d+"), re.compile(rf"\S{{{MAX_VALUE_SHOWN + 1},}}")
+_NUMBER = re.compile(r"\d+")
+_LONG_WORD = re.compile(rf"\S{{{MAX_VALUE_SHOWN + 1},}}")
 
 
 def shortened(text: str) -> str:
@@ -106,7 +107,8 @@ class _Problems(McoreRLError):
     rows with one fault, the first and their count.
     """
 
-    MAX_SHOWN, MAX_ALIKE = 20, 3
+    MAX_SHOWN = 20
+    MAX_ALIKE = 3
 
     def __init__(self, place: str, problems: Sequence[str]) -> None:
         assert problems, f"a {type(self).__name__} needs at least one problem"

@@ -135,7 +135,8 @@ def _masked(value: Any) -> Any:
 
 def _words(words: Sequence[Any], *, free: bool) -> list[Any]:
     """A list, which may be a command line: ``--api-key=X``, ``--api-key X``, ``-u NAME:X``, ``-H 'Cookie: X'``."""
-    shown, option = list[Any](), ""
+    shown = list[Any]()
+    option = ""
     for word in words:
         if not isinstance(word, str):
             shown.append(_settings(word, free=free))

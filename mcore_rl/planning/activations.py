@@ -45,7 +45,8 @@ LOSS_BYTES = 100  # per row: labels, masks, log-probs and what the losses comput
 # projection (2).  That is all where one kernel makes the second from the first, as Transformer Engine does, and
 # torch.compile with Megatron's silu and gate on accelerators (fusions/fused_bias_swiglu.py, 0.16.1).  The CPU, where
 # nothing is compiled, also has the sigmoid, two products and the halves before they are joined (4).
-GATE_TEMPORARIES, GATE_TEMPORARIES_UNCOMPILED = 3, 7
+GATE_TEMPORARIES = 3
+GATE_TEMPORARIES_UNCOMPILED = 7
 GATE_PIECE = 8192  # rows for which experts' unfused gate (gpt-oss) is computed at a time (training/grouped_experts.py)
 
 
@@ -120,7 +121,9 @@ def layer_bytes(
     model: ModelConfig, parallel: ParallelConfig, kernels: Kernels, *, kind: LayerKind, longest: int
 ) -> RowBytes:
     """The bytes of a layer.  longest: tokens of the longest sequence (for unfused latent, and linear attention)."""
-    e, h, tp = kernels.size, model.hidden_size, parallel.tp
+    e = kernels.size
+    h = model.hidden_size
+    tp = parallel.tp
     norms = 2 * _norm(model, kernels, h) / tp
     if model.sandwich_norm:
         norms *= 2
@@ -144,7 +147,9 @@ def layer_bytes(
 
 def head_bytes(model: ModelConfig, parallel: ParallelConfig, kernels: Kernels, *, head: Head) -> RowBytes:
     """The bytes of what follows the last layer: norm, projection, and what the losses keep."""
-    e, h, tp = kernels.size, model.hidden_size, parallel.tp
+    e = kernels.size
+    h = model.hidden_size
+    tp = parallel.tp
     outputs = {Head.lm: e * -(-model.vocab_size // tp), Head.value: 4 * (h / tp + 1), Head.hidden: e * h}[head]
     kept = _norm(model, kernels, h) / tp + outputs + LOSS_BYTES
     return RowBytes(kept=kept, core=0, passed=e * h / tp, backward=e * h)
@@ -200,10 +205,13 @@ def _norm(model: ModelConfig, kernels: Kernels, width: float) -> float:
 
 def _attention(model: ModelConfig, parallel: ParallelConfig, kernels: Kernels, longest: int) -> tuple[float, ...]:
     """(kept, the part of it that is core attention's, temporaries of backward), bytes per row."""
-    e, tp, heads = kernels.size, parallel.tp, model.num_attention_heads / parallel.tp
+    e = kernels.size
+    tp = parallel.tp
+    heads = model.num_attention_heads / parallel.tp
     if model.mla is not None:
         return _latent_attention(model, parallel, kernels, longest)
-    q, k = heads * model.head_dim, max(1, model.num_query_groups / tp) * model.head_dim
+    q = heads * model.head_dim
+    k = max(1, model.num_query_groups / tp) * model.head_dim
     projected = q + 2 * k
     gathered = 0.0  # beside the projection, in backward: its gradient in all ranks' heads, and cut for each rank
     if tp > model.num_query_groups:
@@ -235,10 +243,14 @@ def _linear_attention(
     chunks: eight tensors as wide as the keys and two that products copy, three as wide as the values, five as a chunk,
     and a state per chunk.
     """
-    linear, e, tp = model.linear_attention, kernels.size, parallel.tp
+    linear = model.linear_attention
+    e = kernels.size
+    tp = parallel.tp
     assert linear is not None
-    heads, values = linear.num_value_heads / tp, linear.value_dim / tp
-    keys, channels = heads * linear.key_head_dim, (2 * linear.key_dim + linear.value_dim) / tp
+    heads = linear.num_value_heads / tp
+    values = linear.value_dim / tp
+    keys = heads * linear.key_head_dim
+    channels = (2 * linear.key_dim + linear.value_dim) / tp
     turns = -(-longest // CHUNK)
     whole = turns * CHUNK / longest
     per_head = 5 * CHUNK + 4 + linear.key_head_dim * linear.value_head_dim / CHUNK
@@ -254,10 +266,13 @@ def _linear_attention(
 def _latent_attention(
     model: ModelConfig, parallel: ParallelConfig, kernels: Kernels, longest: int
 ) -> tuple[float, ...]:
-    mla, e, tp = model.mla, kernels.size, parallel.tp
+    mla = model.mla
+    e = kernels.size
+    tp = parallel.tp
     assert mla is not None
     heads = model.num_attention_heads / tp
-    q, v = heads * model.head_dim, heads * mla.v_head_dim
+    q = heads * model.head_dim
+    v = heads * mla.v_head_dim
     latents = _norm(model, kernels, mla.kv_lora_rank + (mla.q_lora_rank or 0)) / tp
     keys = 1 if parallel.cp == 1 else parallel.cp
     inputs = latents + e * q + keys * e * (q + v) + 2 * e * mla.qk_rope_head_dim
@@ -278,7 +293,10 @@ def _gate_temporaries(kernels: Kernels) -> int:
 
 
 def _experts(model: ModelConfig, parallel: ParallelConfig, kernels: Kernels) -> tuple[float, float]:
-    moe, e, h, tp = model.moe, kernels.size, model.hidden_size, parallel.tp
+    moe = model.moe
+    e = kernels.size
+    h = model.hidden_size
+    tp = parallel.tp
     assert moe is not None
     sent = moe.top_k * parallel.etp / tp  # rows that an expert rank computes, for each row of a context rank
     if parallel.ep > 1:
@@ -291,7 +309,8 @@ def _experts(model: ModelConfig, parallel: ParallelConfig, kernels: Kernels) -> 
     backward = sent * e * (2 * h + temporaries * width)  # rows are sent there and back
     if moe.shared_ffn_hidden_size:
         shared, shared_backward = _gated(model, kernels, moe.shared_ffn_hidden_size / tp)
-        kept, backward = kept + shared, max(backward, shared_backward)
+        kept = kept + shared
+        backward = max(backward, shared_backward)
     return kept, backward
 
 
@@ -303,7 +322,8 @@ def _stacked(model: ModelConfig, parallel: ParallelConfig, kernels: Kernels) -> 
     assert model.moe is not None
     if kernels.fused:
         return 0.0
-    experts, width = model.moe.num_experts // parallel.ep, model.moe.ffn_hidden_size / parallel.etp
+    experts = model.moe.num_experts // parallel.ep
+    width = model.moe.ffn_hidden_size / parallel.etp
     matrices = experts * 2 * width * model.hidden_size if experts > 1 else 0
     piece = 0.0 if model.activation is Activation.silu else GATE_PIECE * GATE_TEMPORARIES_UNCOMPILED * width
     return kernels.size * max(matrices, piece)

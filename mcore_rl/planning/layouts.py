@@ -71,7 +71,8 @@ def trainings(
     refused: counts the refused layouts by their reason.
     teacher_output: tensor ranks of the policy -> ``RolePlan.teacher_output``.
     """
-    rows, world_size = [role for role in run.group_rows if role.trains], run.trainer.world_size
+    rows = [role for role in run.group_rows if role.trains]
+    world_size = run.trainer.world_size
     engines = {row.name: engine_on(cluster, run.role_config(row)) for row in rows}
     sizes = {row.name: ModelSizes(model, head=row.head) for row in rows}
     precision = engines[rows[0].name].precision

@@ -82,7 +82,8 @@ class Lognormal:
         """The median before the cut, for which the mean after it is ``mean``."""
         if self.sigma == 0 or self.mean >= self.longest:
             return self.mean
-        low, high = self.mean * 1e-6, self.longest * 1e6
+        low = self.mean * 1e-6
+        high = self.longest * 1e6
         for _ in range(200):
             middle = (low * high) ** 0.5
             low, high = (middle, high) if self._cut_mean(middle) < self.mean else (low, middle)

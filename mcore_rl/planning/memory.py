@@ -135,7 +135,8 @@ def step_parts(role: RolePlan, step: StepBytes, stage: int) -> list[Part]:
 
 def heap_bytes(role: RolePlan, step: StepBytes, stage: int) -> float:
     """Memory that a process on the CPU has freed but glibc does not return to the system; see ``overheads.py``."""
-    size, total = role.kernels.size, 0.0
+    size = role.kernels.size
+    total = 0.0
     for buckets in role.states.buckets(stage):
         for bucket in buckets:
             small = sum(n * repeats for numels, repeats in bucket.runs for n in numels if n * size < HEAP_LIMIT_BYTES)
@@ -153,7 +154,8 @@ def process_peak(role: RolePlan, stage: int) -> int:
 
 def checkpoint_bytes(role: RolePlan) -> int:
     """The bytes of a checkpoint of ``role``, over all ranks; every trained element is saved once."""
-    layout, held = role.layout, 0
+    layout = role.layout
+    held = 0
     for stage in range(layout.pp):
         dense, experts = role.states.trained.buckets(stage)
         held += layout.tp * sum(bucket.held for bucket in dense)

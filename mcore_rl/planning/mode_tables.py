@@ -58,13 +58,15 @@ def _cells(result: ModesResult, row: ModeResult) -> list[str]:
     each = row.simulation
     nodes = f"{row.engine_nodes}/{row.trainer_nodes}" if row.engine_nodes else f"all {row.trainer_nodes}"
     idle = [f"{each.engines_idle:.0%}", f"{each.trainer_idle:.0%}"]
-    ratio, staleness = f"{result.ratio(row):.2f}", f"{each.staleness_mean:.1f} / {each.staleness_max}"
+    ratio = f"{result.ratio(row):.2f}"
+    staleness = f"{each.staleness_mean:.1f} / {each.staleness_max}"
     return [row.mode.name, nodes, seconds_text(each.step_s), f"{each.samples_per_s:.2f}", ratio, *idle, staleness]
 
 
 def why(result: ModesResult) -> str:
     """Which mode pays, and why, in one line."""
-    best, base = result.best, result.base
+    best = result.best
+    base = result.base
     if result.ratio(best) < 1 + LITTLE:
         share = base.simulation.drawing
         return f"no mode pays: none is {LITTLE:.0%} faster than {base.mode.name}, of which drawing is {share:.0%}"
@@ -74,7 +76,8 @@ def why(result: ModesResult) -> str:
         fastest = max(map(result.ratio, overlap))
         said += f"; overlap alone (one_step_off) {fastest:.2f} times, since training is {base.simulation.training:.0%}"
         said += f" of a step of {base.mode.name}"
-    engines, trainer = best.simulation.engines_idle, best.simulation.trainer_idle
+    engines = best.simulation.engines_idle
+    trainer = best.simulation.trainer_idle
     if abs(engines - trainer) < LITTLE:
         said += "; engines and trainer wait for each other equally"
     else:

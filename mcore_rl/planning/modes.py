@@ -57,7 +57,8 @@ SEPARATE_MODES = (
 PROMISING = 1.5  # times as long as the fastest engines draw by plan: slower layouts are not simulated
 # Engines are alike, and so are groups.  Of more than these, a share of the engines is simulated with that share of the
 # groups; steps of sync are up to 1 % shorter for it, those of async within 1 % of what all take.
-MOST_ENGINES, LEAST_GROUPS = 16, 64
+MOST_ENGINES = 16
+LEAST_GROUPS = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,11 +154,16 @@ class _Comparison:
         lengths: Lengths,
         steps: int,
     ) -> None:
-        self._run, self._model, self._cluster, self._others = run, model, cluster, others
-        self._lengths, self._steps = lengths, steps
+        self._run = run
+        self._model = model
+        self._cluster = cluster
+        self._others = others
+        self._lengths = lengths
+        self._steps = steps
         self._candidates: dict[int, list[Candidate]] = {}
         self.nodes = num_nodes(run, cluster)
-        self.rows, self.refused = list[ModeResult](), dict[int, str]()
+        self.rows = list[ModeResult]()
+        self.refused = dict[int, str]()
 
     def try_split(self, engine_nodes: int, modes: Sequence[SimulatedMode]) -> None:
         """Simulate ``modes`` with so many nodes of engines; 0: they share the trainer's."""
@@ -186,8 +192,10 @@ class _Comparison:
                 distance //= 2
 
     def _simulated(self, mode: SimulatedMode, engine_nodes: int, candidate: Candidate) -> ModeResult:
-        run, mean = rl_run(candidate), self._lengths.mean
-        layout, work = run.rollout.layout, workload(run, self._lengths)
+        run = rl_run(candidate)
+        mean = self._lengths.mean
+        layout = run.rollout.layout
+        work = workload(run, self._lengths)
         costs = engine_costs_of(run, self._model, self._cluster, mean)
         simulation = simulate_share(
             mode,
@@ -277,9 +285,12 @@ def engine_costs(
 
     mean_length: tokens of a sequence that is read at once, for the share of attention.
     """
-    layout, per_token = config.layout, max(1, cache_bytes_per_token(model, config))
-    row, between = BYTES[config.dtype] * model.hidden_size, [0.0] * (config.max_num_seqs + 1)
-    latency, between_token = decode_latency_s(model, config, rates), 0.0
+    layout = config.layout
+    per_token = max(1, cache_bytes_per_token(model, config))
+    row = BYTES[config.dtype] * model.hidden_size
+    between = [0.0] * (config.max_num_seqs + 1)
+    latency = decode_latency_s(model, config, rates)
+    between_token = 0.0
     if rates.accelerator and layout.engine_size > rates.per_node:
         sizes = range(config.max_num_seqs + 1)
         reductions = [nodes_reduction_s(row * active, layout.engine_size, rates) for active in sizes]
@@ -307,9 +318,11 @@ def _stream_s(model: ModelConfig, config: RolloutConfig, rates: Rates) -> Iterat
 
 def trainer_costs(candidate: Candidate, model: ModelConfig, cluster: ClusterConfig) -> TrainerCosts:
     """The plan's seconds of a step that do not depend on its tokens, and the others for each token that is drawn."""
-    run, seconds = rl_run(candidate), dict(candidate.plan.seconds)
+    run = rl_run(candidate)
+    seconds = dict(candidate.plan.seconds)
     del seconds["generate"]
-    publish, save = seconds.pop("sync"), seconds.pop("save", 0.0)
+    publish = seconds.pop("sync")
+    save = seconds.pop("save", 0.0)
     rates = Rates.of(cluster, run.trainer.n_gpus_per_node, run.actor.precision, run.trainer.device_peak_tflops)
     updates = sum(
         updates_of(run, row) * optimizer_s(role_plan(row, model, run, cluster), rates) for row in run.trained_rows

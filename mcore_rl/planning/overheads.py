@@ -132,7 +132,8 @@ class ProcessMemory:
         else:
             trainer = CPU_PROCESS_BYTES + RAY_ACTOR_BYTES
             engine = ENGINE_ACTOR_BYTES + CPU_ENGINE_BYTES + CPU_ENGINE_RANK_BYTES
-        there, measured = cluster.residuals, dict[str, Any]()
+        there = cluster.residuals
+        measured = dict[str, Any]()
         for name, mib, more in (
             ("context", there.device_context_mib, 0),
             ("collectives", there.device_collectives_mib, 0),

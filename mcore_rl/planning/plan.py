@@ -76,7 +76,10 @@ def _plan_run(run: RunConfig, model: ModelConfig, cluster: ClusterConfig, others
     refuse_if_any(_misfits(run, model, others, cluster))
     roles = [role_plan(role, others.get(role.name, model), run, cluster) for role in run.group_rows]
     site = site_of(run, cluster)
-    device_bytes, processes, per_node, colocated = site.device_bytes, site.processes, site.per_node, site.colocated
+    device_bytes = site.device_bytes
+    processes = site.processes
+    per_node = site.per_node
+    colocated = site.colocated
     room = serving(
         model,
         run.rollout,
@@ -106,7 +109,8 @@ def _plan_run(run: RunConfig, model: ModelConfig, cluster: ClusterConfig, others
     ]
     notes = tuple(note for name, each in configs.items() for note in _notes(each, roles[0].work, name) if not narrow)
     if between:
-        size, nodes = run.rollout.layout.engine_size, engine_nodes(run.rollout.layout, per_node)
+        size = run.rollout.layout.engine_size
+        nodes = engine_nodes(run.rollout.layout, per_node)
         spent = f"of the {seconds['generate']:.0f} s to generate, {between:.0f} go into reductions between them"
         notes += (f"an engine of {size} devices is on {nodes} nodes: {spent}",)
     gains, without = _sharing(run, roles, others, cluster)
@@ -227,9 +231,11 @@ def _sharing(
         if planned.engine.share_prompts is not SharePrompts.off:
             reason = _not_shared(role, others.get(role.name, roles[0].model), run, cluster)
             by_reason.setdefault(reason, []).append(planned)
-    gains, without = list[str](), list[str]()
+    gains = list[str]()
+    without = list[str]()
     for reason, those in by_reason.items():
-        names, work = ", ".join(each.name for each in those), those[0].work
+        names = ", ".join(each.name for each in those)
+        work = those[0].work
         if reason is None:
             saved = 1 - work.computed / work.mean
             gains.append(f"{names}: prompts computed once for {work.samples} samples save {saved:.0%} of the tokens")
@@ -257,7 +263,8 @@ def offline_role_plan(model: ModelConfig, config: OfflineConfig, cluster: Cluste
 def _scorers(run: RunConfig, device_bytes: int | None, processes: ProcessMemory) -> Iterator[Part]:
     """The shares of a device of engines that score; on the CPU, without weights, whose sizes are unknown here."""
     for key, each in run.scorers.items():
-        ranks, cache = each.layout.world_size, each.kv_cache_memory_bytes or CPU_KV_CACHE_BYTES
+        ranks = each.layout.world_size
+        cache = each.kv_cache_memory_bytes or CPU_KV_CACHE_BYTES
         on_cpu = processes.of_engines(ranks, each.tp) + ranks * cache
         share = on_cpu if device_bytes is None else int(each.gpu_memory_utilization * device_bytes)
         yield SCORERS[key], share, False
@@ -265,8 +272,10 @@ def _scorers(run: RunConfig, device_bytes: int | None, processes: ProcessMemory)
 
 def offline_work(config: OfflineConfig, model: ModelConfig) -> Work:
     """The work of an optimizer step of a trainer without engines."""
-    longest, sequences = config.longest_sequence, config.data.train_batch_size * config.sequences_per_row
-    mean, together = longest * MEAN_RESPONSE_SHARE, config.sequences_per_row
+    longest = config.longest_sequence
+    sequences = config.data.train_batch_size * config.sequences_per_row
+    mean = longest * MEAN_RESPONSE_SHARE
+    together = config.sequences_per_row
     pictures = row_pictures(config.data, model, mean=mean, longest=longest)
     return Work(sequences=sequences, longest=longest, mean=mean, together=together, pictures=pictures)
 
@@ -282,9 +291,11 @@ def offline_seconds(config: OfflineConfig, role: RolePlan, rates: Rates) -> dict
 
 def rl_work(run: RunConfig, mini: int, model: ModelConfig) -> Work:
     """The work of a role in an optimizer step of ``mini`` prompts."""
-    prompt, response = run.data.max_prompt_length, run.data.max_response_length
+    prompt = run.data.max_prompt_length
+    response = run.data.max_response_length
     mean = sum(mean_lengths(run.data))
-    sequences, together = mini * sequences_per_prompt(run), 1 + trains_pairs(run)
+    sequences = mini * sequences_per_prompt(run)
+    together = 1 + trains_pairs(run)
     pictures = prompt_pictures(run, model)
     return Work(sequences=sequences, longest=prompt + response, mean=mean, together=together, pictures=pictures)
 
@@ -310,7 +321,9 @@ def _seconds(
     """
     actor = roles[0]
     rates = Rates.of(cluster, per_node, run.actor.precision, run.trainer.device_peak_tflops)
-    prompts, n, separate = run.data.train_batch_size, run.rollout.n, run.trainer.placement is Placement.separate
+    prompts = run.data.train_batch_size
+    n = run.rollout.n
+    separate = run.trainer.placement is Placement.separate
     drawn = run.data.gen_batch_size or prompts
     prompt, response = mean_lengths(run.data)
     sequences = prompts * sequences_per_prompt(run)
@@ -338,7 +351,8 @@ def _seconds(
             by_part[stage.phase] = update_s(by_name[stage.role], rates, sequences * epochs, updates_of(run, row))
     if run.trainer.save_freq:
         saved = sum(checkpoint_bytes(role) for role in roles if role.trains)
-        copied, written = saved / run.trainer.world_size, saved / run.trainer.nnodes / (cluster.disk_gb_s * 1e9)
+        copied = saved / run.trainer.world_size
+        written = saved / run.trainer.nnodes / (cluster.disk_gb_s * 1e9)
         by_part["save"] = (move_s(copied, rates) if run.trainer.async_save else written) / run.trainer.save_freq
     tokens = {"drawn": drawn * n * response, "trained": sequences * (prompt + response) * epochs}
     return by_part, tokens, between
@@ -460,7 +474,8 @@ def _gib(num_bytes: int) -> str:
 
 def _idle(run: RunConfig, seconds: Mapping[str, float]) -> str:
     """What is said of a run whose colocated engines are on some of its devices only."""
-    world, share = run.trainer.world_size, seconds["generate"] / sum(seconds.values())
+    world = run.trainer.world_size
+    share = seconds["generate"] / sum(seconds.values())
     unset = replace(run, rollout=replace(run.rollout, dp=None))
     more = with_replicas(unset, on_accelerators=True).rollout.dp
     remedy = f": rollout.dp={more} takes more" if more != run.rollout.dp else ""
@@ -468,7 +483,8 @@ def _idle(run: RunConfig, seconds: Mapping[str, float]) -> str:
 
 
 def _notes(engine: EngineConfig, work: Work, role: str) -> tuple[str, ...]:
-    longest, what = work.longest * work.together, "pairs" if work.together > 1 else "sequences"
+    longest = work.longest * work.together
+    what = "pairs" if work.together > 1 else "sequences"
     if engine.microbatch_tokens is not None and longest > engine.microbatch_tokens:
         return (
             f"the longest {what}, of {longest} tokens, do not fit {role}.microbatch_tokens="

@@ -21,7 +21,8 @@ from mcore_rl.families.same_architecture import architecture_violations
 from mcore_rl.ground.errors import ConfigError, Violation, refuse_if_any
 
 # By the folder that docs/baselines.md tells mcore-rl prepare to write; of DAPO, each question once.
-GSM8K, DAPO = 7473, 17398
+GSM8K = 7473
+DAPO = 17398
 TRAIN_PROMPTS = {
     "gsm8k": GSM8K,
     "gsm8k-xml": GSM8K,
@@ -40,7 +41,8 @@ def run_config_json(run: RunConfig | OfflineConfig) -> dict[str, Any]:
     The recipe's is the published one of ``model_configs/``.  Raises ConfigError if neither is known, or a change is
     read by nobody.
     """
-    directory, changes = config_folder(run.model.path), ConfigChanges.of(run.model)
+    directory = config_folder(run.model.path)
+    changes = ConfigChanges.of(run.model)
     if run.model.path and (directory / CONFIG).is_file():
         return changes.apply(read_config(directory))
     if run.recipe.checkpoint:
@@ -78,9 +80,11 @@ def other_models(run: RunConfig | OfflineConfig) -> dict[str, ModelConfig]:
 
     That of its directory, or of ``recipe.checkpoints``.  Raises ConfigError if neither is known.
     """
-    models, violations = {}, list[Violation]()
+    models = {}
+    violations = list[Violation]()
     for role in run.group_rows:
-        path, checkpoints = run.weights_of(role), run.checkpoints_of(role)
+        path = run.weights_of(role)
+        checkpoints = run.checkpoints_of(role)
         here = {key: each for key, each in checkpoints.items() if (config_folder(each) / CONFIG).is_file()}
         violations += architecture_violations(here, config_folder) if len(here) > 1 else []
         if role.publishes or path == run.model_directory:

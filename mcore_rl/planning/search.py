@@ -213,7 +213,8 @@ def _offline_options(
     config: OfflineConfig, model: ModelConfig, cluster: ClusterConfig, refused: Counter[str]
 ) -> tuple[list[_Option], int]:
     """(the training layouts that fit, the number of settings evaluated)."""
-    work, trainer = offline_work(config, model), config.trainer
+    work = offline_work(config, model)
+    trainer = config.trainer
     rates = Rates.of(cluster, trainer.n_gpus_per_node, config.actor.precision, trainer.device_peak_tflops)
     options = []
     for each in trainings(config, model, cluster, (), work, site_of(config, cluster), None, refused):
@@ -246,7 +247,8 @@ def _run_options(
 
 
 def _training_s(run: RunConfig, roles: Sequence[RolePlan], rates: Rates) -> float:
-    sequences, seconds = run.data.train_batch_size * sequences_per_prompt(run), 0.0
+    sequences = run.data.train_batch_size * sequences_per_prompt(run)
+    seconds = 0.0
     by_name = {role.name: role for role in roles}
     for stage in step_plan(run):
         if isinstance(stage, Pass):
@@ -265,7 +267,8 @@ def _rollouts(
 
     spans: only those whose engines are on several nodes; else only those whose engines are on one.
     """
-    per_node, device_bytes = run.trainer.n_gpus_per_node, int(cluster.gpu_memory_gib * GIB)
+    per_node = run.trainer.n_gpus_per_node
+    device_bytes = int(cluster.gpu_memory_gib * GIB)
     separate = run.trainer.placement is Placement.separate
     world = run.rollout.layout.world_size if separate else run.trainer.world_size
     rates = Rates.of(cluster, per_node, run.rollout.dtype)
@@ -358,7 +361,8 @@ def _distance(run: RunConfig | OfflineConfig, other: RunConfig | OfflineConfig) 
     A doubling of the training layout counts 2, of the rollout layout 1, of the microbatch a quarter, since that is the
     easiest to change.  Another recompute counts 1, a difference of the engines' shares counts four times its size.
     """
-    ours, theirs = run.actor, other.actor
+    ours = run.actor
+    theirs = other.actor
     distance = 2 * sum(abs(log2(getattr(ours.parallel, axis) / getattr(theirs.parallel, axis))) for axis in AXES)
     distance += ours.recompute is not theirs.recompute
     tokens = (each.microbatch_tokens or LEAST_MICROBATCH for each in (ours, theirs))

@@ -103,7 +103,9 @@ def serving(
     device_bytes: memory of one accelerator; None on the CPU.  processes: what they take beside tensors.
     latent_attention: vLLM runs MLA as such.  lora: the adapters that it applies.
     """
-    layout, size, quantization = config.layout, BYTES[config.dtype], quantization_of(config)
+    layout = config.layout
+    size = BYTES[config.dtype]
+    quantization = quantization_of(config)
     adapters, sent = (0, 0) if lora is None else adapter_bytes(model, layout, lora, size)
     weights = rollout_weight_bytes(model, layout, size, latent_attention=latent_attention, quantization=quantization)
     converting = 0
@@ -196,7 +198,8 @@ def _rule_bytes(
         Axis.expert_tensor: layout.ep == 1,
         Axis.shared_expert: not layout.experts_span_replicas,
     }[rule.axis]
-    shape, slots = rule.local_shape(model, layout.tp if cut else 1), 1
+    shape = rule.local_shape(model, layout.tp if cut else 1)
+    slots = 1
     if rule.stacked:
         assert model.moe is not None
         slots = model.moe.num_experts // layout.ep
@@ -234,7 +237,8 @@ def _encoder_bytes(model: ModelConfig, config: ServingConfig, batched_tokens: in
 
 def _working_bytes(model: ModelConfig, config: ServingConfig, batched_tokens: int) -> int:
     """Memory of one step: a few hidden states and the widest product of all tokens; float32 logits of all sequences."""
-    size, tp = BYTES[config.dtype], config.tp
+    size = BYTES[config.dtype]
+    tp = config.tp
     tokens = _step_tokens(config, batched_tokens)
     width = 2 * model.ffn_hidden_size / tp
     if model.moe is not None:

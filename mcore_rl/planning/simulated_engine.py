@@ -47,7 +47,8 @@ class EngineCosts:
 
     def decode_s(self, running: int, held: float, steps: int) -> float:
         """Seconds of ``steps`` steps of ``running`` sequences, which hold ``held`` tokens at the first."""
-        product, stream = self.product_s * running, self.stream_s[running]
+        product = self.product_s * running
+        stream = self.stream_s[running]
         growth = self.token_s * running
         reading = stream + self.token_s * held
         bound = 0  # the first steps, in which products take longer
@@ -140,7 +141,8 @@ class SimulatedEngine:
 
     def _steps_until(self, time: float, most: int) -> int:
         """The fewest steps, at most ``most``, after which it is ``time`` or later."""
-        low, high = 0, most
+        low = 0
+        high = most
         while high - low > 1:
             middle = (low + high) // 2
             reached = self.clock + self.costs.decode_s(len(self._running), self._held, middle) >= time
@@ -196,7 +198,8 @@ class SimulatedEngine:
         """The sequence that began last gives up its cache and waits at the front, to be read again."""
         _, sequence = self._running.popitem()
         sequence.made += self._step - sequence.begun
-        sequence.prefilled, sequence.left = False, self._taken
+        sequence.prefilled = False
+        sequence.left = self._taken
         self._held -= self._tokens(sequence) + sequence.made
         self.waiting.appendleft(sequence)
         self.num_preemptions += 1

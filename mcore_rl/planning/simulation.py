@@ -158,7 +158,8 @@ def simulate(
     run = _Run(mode, work, engines, num_engines, trainer, Random(seed))
     first = 2 * mode.max_staleness + 1
     run.until(first + steps)
-    before, after = run.sums[first], run.sums[-1]
+    before = run.sums[first]
+    after = run.sums[-1]
     seconds = after.time - before.time
     staleness = run.staleness[first * work.groups :]
     return Simulation(
@@ -187,7 +188,10 @@ class _Run:
         trainer: TrainerCosts,
         random: Random,
     ) -> None:
-        self._mode, self._work, self._trainer, self._random = mode, work, trainer, random
+        self._mode = mode
+        self._work = work
+        self._trainer = trainer
+        self._random = random
         self.engines = [SimulatedEngine(costs) for _ in range(num_engines)]
         self._room = max(1, round(AHEAD * costs.most))
         self._events: list[tuple[float, int, SimulatedEngine | None]] = []  # None: the trainer's
@@ -196,8 +200,12 @@ class _Run:
         self._pending: deque[_Group] = deque()
         self._live: dict[int, _Group] = {}  # begun and not trained, in their order
         self._num_whole = self._num_begun = 0
-        self._state, self._training_s, self._publishing_s = _Trainer.idle, 0.0, 0.0
-        self.sums, self.staleness, self.trained = [_Sums()], list[int](), list[int]()
+        self._state = _Trainer.idle
+        self._training_s = 0.0
+        self._publishing_s = 0.0
+        self.sums = [_Sums()]
+        self.staleness = list[int]()
+        self.trained = list[int]()
 
     @property
     def version(self) -> int:
@@ -228,7 +236,8 @@ class _Run:
         while self._num_begun < (self.version + 1 + self._mode.max_staleness) * self._work.groups:
             lengths = self._work.lengths.group(self._random, self._work.samples)
             tokens = sum(lengths) + len(lengths) * self._work.prompt
-            number, self._num_begun = self._num_begun, self._num_begun + 1
+            number = self._num_begun
+            self._num_begun = self._num_begun + 1
             group = _Group(number=number, lengths=lengths, version=self.version, tokens=tokens, left=len(lengths))
             self._live[number] = group
             self._pending.append(group)
@@ -284,7 +293,8 @@ class _Run:
 
     def _choose(self) -> list[_Group]:
         """The oldest batch that is whole; empty if a step must wait."""
-        size, bound = self._work.groups, self._mode.max_staleness
+        size = self._work.groups
+        bound = self._mode.max_staleness
         if self._num_whole < size:
             return []
         whole = (group for group in self._live.values() if not group.left)

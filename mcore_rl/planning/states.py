@@ -127,7 +127,8 @@ class ModelSizes:
 
     def __init__(self, model: ModelConfig, *, head: Head = Head.lm, lora: LoraConfig | None = None) -> None:
         table = Table(family_for(model), model, head=head)
-        self.model, self.head = model, head
+        self.model = model
+        self.head = head
         rules = (AdapterTable(table, lora) if lora else table).rules
         self._of_tower = [rule for rule in rules if rule.name.startswith(LOCAL)]
         self._rules = sorted((rule for rule in rules if not rule.name.startswith(LOCAL)), key=_module_place)
@@ -223,7 +224,8 @@ class Bucket:
     def part(self, num_ranks: int, rank: int) -> int:
         """The elements of tensors, without padding, in the ``rank``-th of ``num_ranks`` equal parts."""
         size = self.padded(num_ranks) // num_ranks
-        begin, end = rank * size, (rank + 1) * size
+        begin = rank * size
+        end = (rank + 1) * size
         if self.aligned:
             return max(0, min(end, self.held) - begin)
         place = total = 0
@@ -257,7 +259,8 @@ def chunk_buckets(
     first, last: whether it is the model's first chunk, with the embedding, and its last, with the output.
     tower: elements of each tensor of a vision tower in it.
     """
-    model, tp = sizes.model, parallel.tp
+    model = sizes.model
+    tp = parallel.tp
     begin = sizes.ends((Stage.first,), tp) if first else ()
     stages = [Stage.last] if last else []
     end = sizes.ends(stages, tp)
@@ -305,7 +308,10 @@ class States:
         lora: LoraConfig | None = None,
         frozen_tower: bool = False,
     ) -> None:
-        self.sizes, self.parallel, self.precision, self.trainable = sizes, parallel, precision, trainable
+        self.sizes = sizes
+        self.parallel = parallel
+        self.precision = precision
+        self.trainable = trainable
         self.overlap, self.trained = overlap, self
         self.frozen_tower = frozen_tower
         if lora is not None and trainable:
@@ -322,25 +328,30 @@ class States:
         Megatron cuts from the last tensor to the first (param_and_grad_buffer.py), into buckets of at least 40 million
         elements, or a million per data-parallel rank (distributed_data_parallel.py).
         """
-        size, parts = max(40_000_000, 1_000_000 * self.layout.dp), list[Bucket]()
+        size = max(40_000_000, 1_000_000 * self.layout.dp)
+        parts = list[Bucket]()
         for bucket in buckets:
-            tensors, end = list[int](), 0
+            tensors = list[int]()
+            end = 0
             for numels, repeats in reversed(bucket.runs):
                 for numel in (*reversed(numels),) * repeats:
                     tensors.append(numel)
                     end = _padded(end) + numel
                     if end >= size:
                         parts.append(Bucket(((tuple(reversed(tensors)), 1),)))
-                        tensors, end = [], 0
+                        tensors = []
+                        end = 0
             parts += [Bucket(((tuple(reversed(tensors)), 1),))] if tensors else []
         return parts
 
     def buckets(self, stage: int) -> tuple[list[Bucket], list[Bucket]]:
         """(dense buckets, buckets of experts) of all chunks of a pipeline stage."""
         if stage not in self._buckets:
-            dense, experts = list[Bucket](), list[Bucket]()
+            dense = list[Bucket]()
+            experts = list[Bucket]()
             for chunk in range(stage, len(self.placement), self.parallel.pp):
-                first, last = chunk == 0, chunk == len(self.placement) - 1
+                first = chunk == 0
+                last = chunk == len(self.placement) - 1
                 ours, theirs = chunk_buckets(
                     self.sizes,
                     self.parallel,
@@ -350,7 +361,8 @@ class States:
                     tower=self.sizes.tower if first and not self.frozen_tower else (),
                 )
                 if self.overlap and chunk == 0:  # the gradients of other chunks are ready before the first one's
-                    ours, theirs = self._cut(ours), self._cut(theirs)
+                    ours = self._cut(ours)
+                    theirs = self._cut(theirs)
                 dense += ours
                 experts += theirs
             self._buckets[stage] = dense, experts
@@ -400,7 +412,8 @@ class States:
         return self._bytes(stage, most, expert_most)
 
     def _bytes(self, stage: int, dense_rank: int, expert_rank: int) -> StateBytes:
-        size, layout = BYTES[self.precision], self.layout
+        size = BYTES[self.precision]
+        layout = self.layout
         numels = padded = parts = 0
         for buckets, num_ranks, rank in zip(
             self.buckets(stage), (layout.dp * layout.cp, layout.edp), (dense_rank, expert_rank), strict=True

@@ -52,7 +52,8 @@ class Calibration:
 
 def role_calibration(cluster: ClusterConfig, role: RolePlan) -> Calibration:
     """The calibration of a run on ``cluster`` that trains ``role``."""
-    billions, experts = role.sizes.num_parameters / 1e9, role.model.moe is not None
+    billions = role.sizes.num_parameters / 1e9
+    experts = role.model.moe is not None
     return calibration_of(cluster, billions=billions, experts=experts, fused=role.kernels.fused)
 
 

@@ -162,7 +162,8 @@ def plan_page(plan: Plan) -> str:
 
 def search_page(search: Found, written: Candidate) -> str:
     """A search that found something, as one HTML page: the run as it is written, the layouts, and the fastest whole."""
-    first, title = search.best[0], written.plan.title
+    first = search.best[0]
+    title = written.plan.title
     as_is = "" if written.plan.fits else ", and it does not fit"
     verdict = f"As it is written, a step takes {range_text(written.plan)}{as_is}. "
     verdict += f"With the fastest layout it takes {range_text(first.plan)}."
@@ -207,7 +208,8 @@ def _bars(peaks: Sequence[Peak]) -> str:
     names = _names(peaks)
     lines = []
     for peak in peaks:
-        begin, drawn = 0.0, ""
+        begin = 0.0
+        drawn = ""
         for name in names:
             size = 100 * sum(row.num_bytes for row in peak.rows if row.part == name) / widest
             place = f'x="{begin:.3f}%" y="2" width="{size:.3f}%" height="14"'
@@ -284,7 +286,8 @@ def measured_lines(cluster: ClusterConfig) -> list[str]:
         for name, before in assumed.items()
         if getattr(cluster.reached, name) is not None
     ]
-    now, before = ProcessMemory.of(cluster), ProcessMemory.of(replace(cluster, residuals=ResidualMemory()))
+    now = ProcessMemory.of(cluster)
+    before = ProcessMemory.of(replace(cluster, residuals=ResidualMemory()))
     for name, what in (
         ("context", "of a device, by the context of a process"),
         ("collectives", "of a device, by the communicators of a process"),

@@ -68,13 +68,16 @@ class Rates:
     @classmethod
     def of(cls, cluster: ClusterConfig, per_node: int, precision: Precision, peak: float | None = None) -> Rates:
         """The rates on ``cluster``.  per_node: ranks per node.  peak: TFLOP/s of a device, if the run sets them."""
-        accelerator, reached = cluster.gpus_per_node > 0, cluster.reached
+        accelerator = cluster.gpus_per_node > 0
+        reached = cluster.reached
         if accelerator:
             known = peak or peak_tflops(cluster.device_name, precision) or UNKNOWN_TFLOPS
-            flops, share = known * 1e12 * MATMUL_EFFICIENCY * device_efficiency(cluster.device_name), 1.0
+            flops = known * 1e12 * MATMUL_EFFICIENCY * device_efficiency(cluster.device_name)
+            share = 1.0
         else:
             cores = CPU_CORE_GFLOPS[precision.value] * 1e9 * cluster.cpus_per_node
-            flops, share = (peak * 1e12 if peak else cores / per_node), 1 / per_node
+            flops = peak * 1e12 if peak else cores / per_node
+            share = 1 / per_node
         return cls(
             flops=flops,
             memory=cluster.memory_gb_s * 1e9 * MEMORY_EFFICIENCY * share,
@@ -117,7 +120,9 @@ def pass_s(role: RolePlan, rates: Rates, num_sequences: float, *, train: bool, n
     Includes collectives, the pipeline bubble, and sending between stages.
     num_updates: in which they are trained; each fills the pipeline anew.
     """
-    model, layout, work = role.model, role.layout, role.work
+    model = role.model
+    layout = role.layout
+    work = role.work
     forward = role.sizes.forward_flops(max(1, round(work.mean))) * num_sequences
     if work.shared:
         forward -= role.sizes.forward_flops(work.shared) * work.again * num_sequences
@@ -159,7 +164,9 @@ def tower_s(role: RolePlan, rates: Rates, num_sequences: float, *, train: bool) 
 
 def layer_communication_s(role: RolePlan, rates: Rates) -> float:
     """Seconds of communication in a forward pass, per row of a context rank, over the layers of one stage."""
-    model, layout, e = role.model, role.layout, role.kernels.size
+    model = role.model
+    layout = role.layout
+    e = role.kernels.size
     num_layers = model.num_layers / layout.pp
     row = e * model.hidden_size
     # Two gathers and two reduce-scatters of the whole rows in attention and MLP (arXiv:2205.05198, section 4.2.2).
@@ -215,7 +222,8 @@ def generation_s(
     many sequences run together; decode takes at least as many steps as the longest response has tokens.
     pictures: of a prompt, which an engine encodes once.
     """
-    layout, size = config.layout, BYTES[config.dtype]
+    layout = config.layout
+    size = BYTES[config.dtype]
     num_engines = layout.num_engines
     replicas = max(1, num_engines * layout.engine_dp)
     sequences = num_prompts * config.n / replicas
@@ -273,7 +281,8 @@ def idle_expert_bytes(model: ModelConfig, config: RolloutConfig, size: int, acti
     if model.moe is None:
         return 0.0
     size = size if config.quantization is Quantization.none else 1
-    moe, layout = model.moe, config.layout
+    moe = model.moe
+    layout = config.layout
     sparse = sum(model.has_experts(layer) for layer in range(model.num_layers))
     over = layout.tp if layout.ep == 1 else layout.ep
     experts = 3 * model.hidden_size * moe.ffn_hidden_size * moe.num_experts * sparse * size / over
@@ -308,7 +317,8 @@ def weights_s(
     held = [role.state(stage).weights for stage in range(role.layout.pp)]
     if not rates.accelerator:
         return UpdateSeconds(0.0, 2 * max(float(rollout_bytes), float(max(held))) / rates.memory)
-    num_trainers, num_rollout = role.layout.world_size, layout.world_size
+    num_trainers = role.layout.world_size
+    num_rollout = layout.world_size
     all_weights = role.sizes.num_parameters * role.kernels.size
     here = 0.0 if separate else min(1.0, min(rates.per_node, num_trainers) * sum(held) / len(held) / all_weights)
     replicas = max(1, min(rates.per_node, num_rollout) // layout.engine_size)

@@ -139,9 +139,17 @@ class RolePlan:
         with_full_kl: bool = False,
         states: States | None = None,
     ) -> None:
-        self.name, self.model, self.engine, self.parallel, self.work = name, model, engine, parallel, work
-        self.head, self.trains, self.publishes = head, trains, publishes
-        self.frozen, self.beside, self.teacher_output = tuple(frozen), beside, 0
+        self.name = name
+        self.model = model
+        self.engine = engine
+        self.parallel = parallel
+        self.work = work
+        self.head = head
+        self.trains = trains
+        self.publishes = publishes
+        self.frozen = tuple(frozen)
+        self.beside = beside
+        self.teacher_output = 0
         self.with_full_kl = with_full_kl
         self.states = states or States(
             ModelSizes(model, head=self.head),
@@ -222,7 +230,8 @@ class RolePlan:
 
     def frozen_parts(self, stage: int) -> list[tuple[str, int, bool]]:
         """(name, bytes, exact) of the weights of ``frozen`` and ``beside``, on the rank of ``stage`` that has most."""
-        trained, size = self.states.trained, self._trained_size
+        trained = self.states.trained
+        size = self._trained_size
         weights = trained.of_stage(stage).weights - trained.outside(stage) * size  # a snapshot has what learns
         means = weights // size * MAIN_BYTES if size < MAIN_BYTES else 0
         return [
@@ -274,7 +283,9 @@ class RolePlan:
 
     def training(self, stage: int) -> StepBytes:
         """The temporary memory of forward and backward at ``stage``."""
-        recompute, rows, layout = self.engine.recompute, self.rows, self.layout
+        recompute = self.engine.recompute
+        rows = self.rows
+        layout = self.layout
         chunks = self._chunks(stage)
         layers = [self._layers[self.model.kind(layer)] for chunk in chunks for layer in chunk]
         kept = sum(layer.held(recompute) for layer in layers)
@@ -369,7 +380,9 @@ class RolePlan:
     @cached_property
     def stage_shares(self) -> list[float]:
         """The work of each pipeline stage in the language model, divided by the mean of the stages."""
-        model, layout, sizes = self.model, self.layout, self.sizes
+        model = self.model
+        layout = self.layout
+        sizes = self.sizes
         kinds = {}
         for kind in self._layers:
             dense, expert = sizes.layer(kind, 1, 1)

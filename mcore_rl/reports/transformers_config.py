@@ -125,7 +125,8 @@ def _routing_fields(block: Any) -> dict[str, Value]:
     (router,) = (block._modules[name] for name in ROUTERS & block._modules.keys())
     settings = vars(block) | vars(router)
     scale = settings.get("routed_scaling_factor", 1.0)
-    device, dtype = router.weight.device, router.weight.dtype
+    device = router.weight.device
+    dtype = router.weight.dtype
     token = torch.randn(1, router.weight.shape[1], generator=torch.Generator().manual_seed(0)).to(device, dtype)
     bias = block._buffers.get("e_score_correction_bias")  # which MiniMax-M2's block gives to its router
     answer = router(token) if bias is None else router(token, bias)

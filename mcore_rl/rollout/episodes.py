@@ -86,7 +86,8 @@ class Segment:
     media: tuple[Placed, ...] = ()
 
     def __post_init__(self) -> None:
-        count, author = len(self.tokens), self.author.value
+        count = len(self.tokens)
+        author = self.author.value
         assert self.tokens.dtype == np.int32, f"tokens are {self.tokens.dtype}, not int32"
         assert self.author is Author.model or not (self.trained or self.versions), f"a {author} segment is not trained"
         assert self.logprobs is not None or not self.trained, "a trained segment has log-probs"

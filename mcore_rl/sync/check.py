@@ -111,7 +111,8 @@ def _of_stored(expected: Expected, held: HeldFingerprints, previous: Expected | 
 
 def _of_copies(expected: Expected, held: HeldFingerprints, previous: Expected | None) -> Iterator[str]:
     for (rank, name), stored in held.copies.items():
-        key, held_value = (rank, stored, -1), held.values[rank, name, -1]
+        key = (rank, stored, -1)
+        held_value = held.values[rank, name, -1]
         if held_value != expected.values[key]:
             why = _why(key, held_value, expected, previous)
             yield f"rollout rank {rank}: {name}, the packed copy of {stored}, {why}"

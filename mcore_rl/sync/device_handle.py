@@ -66,7 +66,8 @@ class DeviceMemory:
             known = msgspec.json.decode(handle, type=_Handle)
         except msgspec.MsgspecError as error:
             raise SyncError(f"The handle of device memory is none: {error}") from error
-        names, values = inspect.signature(rebuild_device_tensor).parameters, {**known.values, **FIXED}
+        names = inspect.signature(rebuild_device_tensor).parameters
+        values = {**known.values, **FIXED}
         if missing := set(names) - set(values):
             raise SyncError(f"The handle of device memory lacks {', '.join(sorted(missing))}")
         arguments = [tuple(values[name]) if isinstance(values[name], list) else values[name] for name in names]

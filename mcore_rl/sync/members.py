@@ -74,7 +74,8 @@ class Members:
 
     def __init__(self, address: Address, member: int) -> None:
         """Connect and register as ``member``.  Does not wait for the others."""
-        self.address, self.member = address, member
+        self.address = address
+        self.member = member
         self._shared = SecretStore(address.store, address.timeout_s)
         self.store = Prefixed(address.name, self._shared)
         self._looked = 0.0
@@ -111,7 +112,8 @@ class Members:
 
     def _wait(self, key: str, waited_for: Callable[[], Sequence[int]], timeout_s: float | None) -> None:
         """Wait for ``key``: the store answers when it is there, and else once per ``LOOK_S``, as it serves hundreds."""
-        limit, begun = self.address.timeout_s if timeout_s is None else timeout_s, time.monotonic()
+        limit = self.address.timeout_s if timeout_s is None else timeout_s
+        begun = time.monotonic()
         full_key = f"{self.address.name}/{key}"  # as ``Prefixed`` has it
         while not self._shared.comes([full_key], min(LOOK_S, max(POLL_S, begun + limit - time.monotonic()))):
             waited = time.monotonic() - begun
@@ -135,7 +137,8 @@ class Members:
     def meet(self, why: str, timeout_s: float | None = None) -> None:
         """Wait until all members have called this, in the same order of calls.  Raises as ``get`` does."""
         self._num_meetings += 1
-        place, size = f"met/{self._num_meetings}", self.address.num_members
+        place = f"met/{self._num_meetings}"
+        size = self.address.num_members
 
         def missing() -> list[int]:
             return [member for member in range(size) if not self.store.check([f"{place}/{member}"])]

@@ -65,16 +65,23 @@ class PlannedSend:
         quantization: Quantization = Quantization.none,
     ) -> None:
         self.quantization = quantization
-        self.table, self.rollout, self.rank, self.dtype = table, rollout, rank, dtype
-        self.tensors, self._published, self.message_bytes = tensors, published, message_bytes
+        self.table = table
+        self.rollout = rollout
+        self.rank = rank
+        self.dtype = dtype
+        self.tensors = tensors
+        self._published = published
+        self.message_bytes = message_bytes
         self.plan = plan_reshard(table, rollout, dtype.itemsize, sites)
-        self.sent, self.rounds = list[Message](), list[Round]()
+        self.sent = list[Message]()
+        self.rounds = list[Round]()
         if sites is None:
             self.sent = messages_from(self.plan, rank, message_bytes)
             self.id = plan_id(self.plan, message_bytes)
         else:
             rounds = Rounds(self.plan, message_bytes)
-            self.rounds, self.id = rounds.of(rank), rounds_id(rounds)
+            self.rounds = rounds.of(rank)
+            self.id = rounds_id(rounds)
 
     @torch.no_grad()
     def send(self, outgoing: Outgoing | RoundOutgoing, clock: SendClock) -> None:
@@ -146,7 +153,8 @@ class PlannedSend:
         *slots, rows, columns = self.rollout.shape(tensor)
         matrix = QuantisedMatrix(self.quantization, (rows, columns))
         each = matrix.magnitudes(next(iter(self.tensors.values())).device)
-        ranks, count = self.rollout.layout.world_size, prod(slots)
+        ranks = self.rollout.layout.world_size
+        count = prod(slots)
         magnitudes = each.expand(ranks, count, *each.shape).clone()
         for copy in copies:
             matrix.widen(
@@ -156,7 +164,8 @@ class PlannedSend:
             dist.all_reduce(magnitudes, dist.ReduceOp.MAX)
         scales = matrix.scales(magnitudes)
         for copy in copies:
-            start, slot = copy.target_slice.start, -1 if copy.slot is None else copy.slot
+            start = copy.target_slice.start
+            slot = -1 if copy.slot is None else copy.slot
             held = matrix.quantise(self._sent(copy, self.dtype), start, scales[copy.target_rank, copy.slot or 0])
             yield (copy.target_rank, tensor.name, slot), fingerprint(held.view(torch.uint8), start)
         if self.rank == 0:  # they are sums over the training ranks
@@ -233,7 +242,8 @@ class Publisher(PlannedSend):
         quantization: Quantization = Quantization.none,
         frozen_tower: bool = False,
     ) -> None:
-        self.transport, self.bucket_bytes = transport, bucket_bytes
+        self.transport = transport
+        self.bucket_bytes = bucket_bytes
         size = message_bytes(table, bucket_bytes, transport.sites)
         tensors = _bound(chunks, table, rank)
         shown = PublishedTensors(tensors) if adapters is None else StoredTensors(tensors)
@@ -282,7 +292,9 @@ class Publisher(PlannedSend):
 
         Raises SyncError if the transport's address counts other ranks than the plan.
         """
-        transport, table, rollout = at_attempt(self.transport, attempt), self.table, self.rollout
+        transport = at_attempt(self.transport, attempt)
+        table = self.table
+        rollout = self.rollout
         address = transport.address
         if (address.num_trainers, address.num_rollout) != (table.layout.world_size, rollout.layout.world_size):
             raise SyncError(
@@ -326,7 +338,8 @@ class Publisher(PlannedSend):
 
     def close(self) -> None:
         """Leave the channel, if it is open."""
-        outgoing, self._outgoing = self._outgoing, None
+        outgoing = self._outgoing
+        self._outgoing = None
         if outgoing is not None:
             outgoing.close()
 
@@ -337,7 +350,9 @@ class Publisher(PlannedSend):
         first cause, on whichever member it was; the channel is then closed.
         """
         assert self._outgoing is not None, "open the channel first"
-        begun, clock, due = time.perf_counter(), SendClock(), self._due()
+        begun = time.perf_counter()
+        clock = SendClock()
+        due = self._due()
         with phase("publish", version=version):
             outgoing = self._outgoing
             try:

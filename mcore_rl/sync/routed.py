@@ -62,7 +62,9 @@ class Exchange:
     """
 
     def __init__(self, members: Members, size: int, backend: str, device: torch.device) -> None:
-        self.members, self.backend, self.device = members, backend, device
+        self.members = members
+        self.backend = backend
+        self.device = device
         self._sent = torch.empty(0, dtype=torch.uint8)
         self._group: dist.ProcessGroup | None = self._join(size)
         if backend != GLOO:  # a batch in which not all take part may not be a communicator's first call
@@ -154,7 +156,8 @@ class Exchange:
 
     def close(self) -> None:
         """Leaves the group; transfers under way end with an error."""
-        group, self._group = self._group, None
+        group = self._group
+        self._group = None
         if group is None:
             return
         for kept in (distributed_c10d._world.pg_map, distributed_c10d._world.pg_names):
@@ -205,7 +208,9 @@ class RoutedSender:
     """A training rank's end.  hand_over: a sender for each rollout rank on its device."""
 
     def __init__(self, members: Members, exchange: Exchange, hand_over: dict[int, SlotSender]) -> None:
-        self.members, self._exchange, self._hand_over = members, exchange, hand_over
+        self.members = members
+        self._exchange = exchange
+        self._hand_over = hand_over
 
     def send(self, rounds: Sequence[Round], parameters: Parameters) -> None:
         """Take part in all ``rounds``; hand their messages over; return when everything has left this process."""
@@ -240,8 +245,10 @@ class RoundReceiving(Receiving):
 
     def messages(self, wanted: Sequence[tuple[int, int]], rounds: Sequence[Round] = ()) -> Iterator[Tensor]:
         """See ``Incoming.messages``."""
-        me, device = self.members.member - self.members.address.num_trainers, self._exchange.device
-        spaces, number = [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(NUM_MESSAGES)], 0
+        me = self.members.member - self.members.address.num_trainers
+        device = self._exchange.device
+        spaces = [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(NUM_MESSAGES)]
+        number = 0
 
         def space(_: int, num_bytes: int) -> Tensor:
             nonlocal number
@@ -267,7 +274,9 @@ class RoundTrip:
     """
 
     def __init__(self, exchange: Exchange, member: int, parameters: Parameters | None) -> None:
-        self._exchange, self._member, self._parameters = exchange, member, parameters
+        self._exchange = exchange
+        self._member = member
+        self._parameters = parameters
         self._packed = self._empty()
 
     def _empty(self) -> Tensor:
@@ -299,7 +308,9 @@ class RoundTrip:
     @torch.no_grad()
     def _leg(self, blocks: Sequence[Block], messages: dict[int, Tensor]) -> list[tuple[int, Any]]:
         """Copies what stays here, packs what is sent, and begins all transfers of a leg."""
-        sends, receives, used = list[Transfer](), list[Transfer](), 0
+        sends = list[Transfer]()
+        receives = list[Transfer]()
+        used = 0
         leaving = [block for block in blocks if block.sender == self._member != block.receiver]
         self._make_room(sum(aligned(block.num_bytes) for block in leaving))
         for block in blocks:

@@ -35,7 +35,9 @@ class Link:
     """A connection with member ``peer``."""
 
     def __init__(self, members: Members, peer: int, connection: socket.socket) -> None:
-        self.members, self.peer, self._connection = members, peer, connection
+        self.members = members
+        self.peer = peer
+        self._connection = connection
         connection.settimeout(LOOK_S)
 
     @classmethod
@@ -110,7 +112,8 @@ class Listener:
             except TimeoutError:
                 self.members.look_around([peer])
                 if time.monotonic() > until:
-                    title, limit = self.members.address.title(peer), f"{self.members.address.timeout_s:g} s"
+                    title = self.members.address.title(peer)
+                    limit = f"{self.members.address.timeout_s:g} s"
                     raise PeerLostError(peer, f"{title} timed out: nothing came for {limit}") from None
                 continue
             if not _is_of_this_user(connection):
@@ -167,7 +170,8 @@ class SlotSender:
     """``Outgoing`` through slots."""
 
     def __init__(self, members: Members, memory: SlotMemory) -> None:
-        self.members, self._memory = members, memory
+        self.members = members
+        self._memory = memory
         self._slots = [torch.empty(0, dtype=torch.uint8) for _ in range(NUM_SLOTS)]
         self._handles: list[bytes | None] = [None] * NUM_SLOTS
         self._readers: list[list[tuple[int, int]]] = [[] for _ in range(NUM_SLOTS)]  # (receiver, number of its message)
@@ -237,7 +241,8 @@ class SlotReceiving(Receiving):
 
     def __init__(self, members: Members, memory: SlotMemory, bucket_bytes: int) -> None:
         super().__init__(members, bucket_bytes)
-        self._memory, self._listener = memory, Listener(members)
+        self._memory = memory
+        self._listener = Listener(members)
         self._mapped: dict[bytes, Tensor] = {}  # the most recently read slot is the last
 
     def messages(self, wanted: Sequence[tuple[int, int]], rounds: Sequence[Round] = ()) -> Iterator[Tensor]:

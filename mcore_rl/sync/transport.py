@@ -79,7 +79,8 @@ class Receiving:
     """The base of all receiving ends: ``rollout.weight_channel.Incoming`` without ``messages``."""
 
     def __init__(self, members: Members, bucket_bytes: int) -> None:
-        self.members, self.bucket_bytes = members, bucket_bytes
+        self.members = members
+        self.bucket_bytes = bucket_bytes
 
     def begin(self, version: int) -> None:
         """See ``Incoming.begin``."""

@@ -92,7 +92,8 @@ class WeightUpdater:
             _call(engine, WeightReceiverMethods.sync_open, openings[rank]) for rank, engine in self.engines.items()
         ]
         await _all(*joining, self.trainers.open(self._attempt))
-        self._is_open, self._is_checked = True, False
+        self._is_open = True
+        self._is_checked = False
 
     async def _compare_configurations(self) -> None:
         """Refuses engines whose model is another one than the trainers' with the same weights."""

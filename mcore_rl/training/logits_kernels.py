@@ -43,7 +43,9 @@ def _sum_kernel(  # type: ignore[no-untyped-def]
 ):
     """A row for each program."""
     row = tl.program_id(0).to(tl.int64)
-    maximum, total, mean = -FLOAT_MAX, 0.0, 0.0
+    maximum = -FLOAT_MAX
+    total = 0.0
+    mean = 0.0
     for first in range(0, num_columns, COLUMNS):
         columns = first + tl.arange(0, COLUMNS)
         inside = columns < num_columns

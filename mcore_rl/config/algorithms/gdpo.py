@@ -36,7 +36,8 @@ class GdpoConfig(AlgorithmConfig):
 def _part_violations(run: RunConfig) -> Iterator[Violation]:
     algorithm = run.algorithm
     assert isinstance(algorithm, GdpoConfig)
-    keys, weights = algorithm.gdpo_reward_keys, algorithm.gdpo_reward_weights
+    keys = algorithm.gdpo_reward_keys
+    weights = algorithm.gdpo_reward_weights
     if not keys:
         problem = f"{algorithm.adv_estimator} normalizes each part of the reward by itself, and none is named"
         remedy = "Write [acc,format], say: parts that the grader names, acc or score"

@@ -27,7 +27,8 @@ class PassAtKConfig(AlgorithmConfig):
 def _k_violations(run: RunConfig) -> Iterator[Violation]:
     """Refuses a k for which a prompt has too few samples."""
     assert isinstance(run.algorithm, PassAtKConfig)
-    k, n = run.algorithm.pass_k, run.rollout.n
+    k = run.algorithm.pass_k
+    n = run.rollout.n
     if k > n:
         yield Violation("algorithm.pass_k", k, f"is more than rollout.n={n}", f"Write {n} or less, or rollout.n={k}")
 

@@ -86,7 +86,10 @@ class DeviceSharing:
         keep_base: bool = False,
     ) -> None:
         self._is_shared = placement is Placement.colocated
-        self._actor, self._engines, self._weights, self._restarter = actor, engines, weights, restarter
+        self._actor = actor
+        self._engines = engines
+        self._weights = weights
+        self._restarter = restarter
         self._scorers = scorers
         self._dropping = KEEP_WEIGHTS if keep_base else DROP_WEIGHTS
         self._turn, self._is_trainers = asyncio.Lock(), False  # held in the trainer's turn, and in ``engines_turn``

@@ -76,8 +76,12 @@ class ElasticEngines:
         weights: WeightSync,
         devices: DeviceSharing,
     ) -> None:
-        self._run_dir, self._starting, self._engines = run_dir, starting, engines
-        self._pool, self._weights, self._devices = pool, weights, devices
+        self._run_dir = run_dir
+        self._starting = starting
+        self._engines = engines
+        self._pool = pool
+        self._weights = weights
+        self._devices = devices
         self._next = 1 + max(number_of(member) for member in engines.members)
         self._coming: dict[int, int] = {}  # slot of an engine that is started -> its number
         self._leaving: list[str] = []
@@ -93,7 +97,8 @@ class ElasticEngines:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        work, self._owner = [*self._work], None
+        work = [*self._work]
+        self._owner = None
         for task in work:
             task.cancel()
         await asyncio.gather(*work, return_exceptions=True)
@@ -170,7 +175,8 @@ class ElasticEngines:
         return tuple(rows)
 
     def _row(self, load: EngineLoad) -> EngineRow:
-        name, version = load.engine.name, self._weights.version
+        name = load.engine.name
+        version = self._weights.version
         bundles = next((member.bundles for member in self._engines.members if member.name == name), ())
         has_weights = load.has_weights and load.death is None
         return EngineRow(
@@ -184,7 +190,8 @@ class ElasticEngines:
 
     def _demand_possible(self, request: EngineRequest) -> list[Member]:
         """The engines that leave.  Raises ConfigError with every reason why what is asked cannot be done."""
-        wrong, members = list[Violation](), [each for each in self._engines.members if each.name not in self._leaving]
+        wrong = list[Violation]()
+        members = [each for each in self._engines.members if each.name not in self._leaving]
         by_name = {member.name: member for member in members}
         if (request.add or request.remove or request.remove_last) and (fixed := self._why_fixed()):
             raise ConfigError([Violation("run_dir", self._run_dir, *fixed)])
@@ -215,7 +222,8 @@ class ElasticEngines:
 
     def _why_fixed(self) -> tuple[str, str] | None:
         """Why engines can neither join nor leave, and what to do."""
-        trainer, rollout = self._starting.trainer, self._starting.rollout
+        trainer = self._starting.trainer
+        rollout = self._starting.rollout
         if trainer.placement is Placement.colocated:
             problem = "trainer.placement=colocated: engines are where the trainer is"
             return problem, "Go on with trainer.placement=separate, where engines have devices of their own"
@@ -233,12 +241,14 @@ class ElasticEngines:
 
         Ray counts accelerators; cores and host memory are shared, and counted here.
         """
-        starting, size = self._starting, self._starting.rollout.layout.engine_size
+        starting = self._starting
+        size = self._starting.rollout.layout.engine_size
         if not 0 <= add <= MOST_AT_ONCE:
             return [Violation("--add", add, "is too many", f"Write {MOST_AT_ONCE} or less")]
         if starting.platform.is_accelerator or not add:
             return []
-        wrong, cores = list[Violation](), cluster_cores()
+        wrong = list[Violation]()
+        cores = cluster_cores()
         if (num_others + add) * size > cores:
             problem = f"beside {num_others} others of {size} ranks, a core each: Ray has {cores} cores"
             wrong.append(Violation("--add", add, problem, "Add fewer, or join a node to Ray first"))
@@ -277,8 +287,10 @@ class ElasticEngines:
 
     async def _start(self, number: int, slot: int) -> Member:
         """A new engine, ready but for its weights.  ConfigError: it does not start."""
-        starting, one = self._starting, self._starting.rollout.layout
-        train, bundles = starting.places.train, None
+        starting = self._starting
+        one = self._starting.rollout.layout
+        train = starting.places.train
+        bundles = None
         try:
             bundles = await place_engine(starting.trainer, layout_of(one, 1), starting.platform, train, slot)
             await starting.sees(nodes_of(bundles))

@@ -68,15 +68,20 @@ class EngineSet:
         layout: RolloutLayout,
         connect: Callable[[Sequence[Member]], Awaitable[None]],
     ) -> None:
-        self.members, self.newcomers = members, list[Member]()
+        self.members = members
+        self.newcomers = list[Member]()
         self.lanes = [member.client.lane for member in members]
-        self._pool, self._restarter, self._updater = pool, restarter, updater
-        self._layout, self._connect = layout, connect
+        self._pool = pool
+        self._restarter = restarter
+        self._updater = updater
+        self._layout = layout
+        self._connect = connect
         self._is_planned = True
 
     def admit(self) -> list[Member]:
         """Lets the newcomers join, who have no weights yet; returns them."""
-        newcomers, self.newcomers = self.newcomers, []
+        newcomers = self.newcomers
+        self.newcomers = []
         for member in newcomers:
             self.members.append(member)
             self.lanes.append(member.client.lane)

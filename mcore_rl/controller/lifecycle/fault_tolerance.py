@@ -29,7 +29,8 @@ from mcore_rl.tracking.messages import say
 C = TypeVar("C", bound=RunConfig | OfflineConfig)
 T = TypeVar("T")
 ANSWER_S = 30.0  # the time limit for an engine to prove that it is alive
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 5.0, 60.0
+FIRST_PAUSE_S = 5.0
+LONGEST_PAUSE_S = 60.0
 
 
 class Pool(Protocol):
@@ -51,9 +52,13 @@ class EngineRestarter:
     """
 
     def __init__(self, engines: Sequence[EngineClient], pool: Pool, limit: int, *, warn: Callable[[str], None]) -> None:
-        self._engines, self._pool, self._limit, self._warn = list(engines), pool, limit, warn
+        self._engines = list(engines)
+        self._pool = pool
+        self._limit = limit
+        self._warn = warn
         self.num_restarts = 0
-        self._num_recoveries, self._recovering = 0, asyncio.Lock()
+        self._num_recoveries = 0
+        self._recovering = asyncio.Lock()
 
     def add(self, engine: EngineClient) -> None:
         """Restarts this one too, from now on."""
@@ -71,7 +76,8 @@ class EngineRestarter:
 
         Raises ``error``, or a later death, if the restart limit is reached, or if all engines turn out to be alive.
         """
-        begun, restarted = time.monotonic(), dict[str, None]()
+        begun = time.monotonic()
+        restarted = dict[str, None]()
         for attempt in count():
             alive = await asyncio.gather(*(_is_alive(engine) for engine in self._engines))
             dead = [engine for engine, lives in zip(self._engines, alive, strict=True) if not lives]
@@ -129,8 +135,11 @@ class RunRestarts:
     """
 
     def __init__(self, limit: int, directory: Path, *, warn: Callable[[str], None]) -> None:
-        self._limit, self._directory, self._warn = limit, directory, warn
-        self._count, self._last = 0, ""
+        self._limit = limit
+        self._directory = directory
+        self._warn = warn
+        self._count = 0
+        self._last = ""
 
     async def answer(self, error: DeadWorkerError, config: C) -> C:
         """Waits for a growing pause, then returns the configuration with which to restart.
@@ -143,7 +152,8 @@ class RunRestarts:
         this = f"{newest}: {str(error).splitlines()[0]}"
         if self._count == self._limit or this == self._last:
             raise error
-        self._count, self._last = self._count + 1, this
+        self._count = self._count + 1
+        self._last = this
         pause_s = _pause_s(self._count)
         again = f"restart {self._count} of {self._limit} (trainer.max_restarts) from {newest} in {pause_s:.0f} s"
         self._warn(f"{error}\n{again}")

@@ -25,7 +25,8 @@ from mcore_rl.tracking.model_card import model_card
 BEST, FINAL = "best", "final"  # exports, in ``RUN/hf``
 WORDS = {BEST: "the best", FINAL: "the last"}
 SO_FAR = {BEST: "the best so far by validation", FINAL: "the last"}  # while the run goes on
-AGAIN, ENDED = "the newest is tried again at the end", "it is not tried again"
+AGAIN = "the newest is tried again at the end"
+ENDED = "it is not tried again"
 CARD = "README.md"
 LOOK_S = 0.1  # between two looks whether all is uploaded
 CLOSE_S = 2.0  # for the upload under way
@@ -46,8 +47,10 @@ class HubPushes:
     def __init__(
         self, target: Target, directory: Path, *, note: Callable[[str], None], warn: Callable[[str], None]
     ) -> None:
-        self._target, self._exports = target, directory / "hf"
-        self._note, self._warn = note, warn
+        self._target = target
+        self._exports = directory / "hf"
+        self._note = note
+        self._warn = warn
         self._asked = dict[str, Exported]()  # export -> the newest that was to be uploaded
         self._pushed = dict[str, tuple[Exported, str]]()  # export -> what is there, its address
         self._queue = Queue[_Staged | None]()  # None: no more follow
@@ -137,7 +140,8 @@ class HubPushes:
             self._warn(f"step {staged.version.step} is not pushed to {self._target.name}: {problem}")
 
     def _push(self, staged: _Staged) -> None:
-        name, step = staged.name, staged.version.step
+        name = staged.name
+        step = staged.version.step
         card = model_card(self._target.name, self._exports / name)
         (staged.links / CARD).write_text(card, encoding="utf-8")
         message = f"Step {step}, {SO_FAR[name]}"

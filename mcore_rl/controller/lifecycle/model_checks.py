@@ -113,7 +113,8 @@ def adapter_violations(config: RunConfig | OfflineConfig) -> Iterator[Violation]
         of_role = config.role_config(role)
         if isinstance(of_role, AdaptedConfig) and of_role.lora.rank:
             family, model = model_of(read_config(Path(config.weights_of(role))), pictures=config.sees_pictures)
-            table, prefix = Table(family, model, head=role.head), f"{role.name}.lora."
+            table = Table(family, model, head=role.head)
+            prefix = f"{role.name}.lora."
             wrong = list(target_violations(of_role.lora, table, prefix))
             if role.publishes and isinstance(config, RunConfig) and config.rollout.lora is PublishedLora.adapter:
                 wrong += published_violations(of_role.lora, table, prefix)
@@ -133,7 +134,8 @@ def _demand_own_base(adapters: PeftCheckpoint, base: Path, pictures: bool) -> No
 
 def engine_adapters(config: RunConfig) -> EngineAdapters | None:
     """The adapters that the rollout engines apply; None: they hold whole weights."""
-    lora, rollout = config.actor.lora, config.rollout
+    lora = config.actor.lora
+    rollout = config.rollout
     if not lora.rank:
         return None
     family, model = model_of(read_config(Path(config.model_directory)), pictures=config.sees_pictures)
@@ -149,7 +151,8 @@ def model_run_violations(run: RunConfig, models: Mapping[str, ModelConfig]) -> l
 
     models: of each role with processes of its own, by name, the policy's first.
     """
-    policy, world = next(iter(models.values())), run.trainer.world_size
+    policy = next(iter(models.values()))
+    world = run.trainer.world_size
     violations = [*context_violations(policy, run.rollout), *rollout_violations(policy, run.rollout.layout)]
     for role in run.group_rows:
         model = models[role.name]
@@ -220,7 +223,8 @@ def answer_violations(reward: RewardConfig, tokenizer: PreTrainedTokenizerBase) 
 
 def teacher_violations(teachers: Teachers, sources: Sequence[str]) -> Iterator[Violation]:
     """Refuses rows that no teacher teaches, and teachers of no row.  sources: data sources of the rows to train on."""
-    key, there = f"teacher.{BY_SOURCE}", sorted(set(sources))
+    key = f"teacher.{BY_SOURCE}"
+    there = sorted(set(sources))
     if untaught := sorted(teachers.untaught(there)):
         problem = f"names no teacher of the rows of {named(untaught)}"
         yield Violation(key, named([*teachers.by_source]), problem, "Name one, or teacher.path=DIR for all the rest")
@@ -231,8 +235,10 @@ def teacher_violations(teachers: Teachers, sources: Sequence[str]) -> Iterator[V
 
 def _share_violations(run: RunConfig, role: Role) -> list[Violation]:
     config = run.trained_config(role)
-    dp, size = Layout.of(config.parallel, run.trainer.world_size).dp, config.ppo_mini_batch_size
-    of_prompt, what = units_per_prompt(run), "pairs" if trains_pairs(run) else "sequences"
+    dp = Layout.of(config.parallel, run.trainer.world_size).dp
+    size = config.ppo_mini_batch_size
+    of_prompt = units_per_prompt(run)
+    what = "pairs" if trains_pairs(run) else "sequences"
     if size * of_prompt >= dp:
         return []
     problem = f"makes {size * of_prompt} {what} a step, fewer than the {dp} data-parallel ranks of the {role.name}"
@@ -251,7 +257,8 @@ def _full_kl_violations(run: RunConfig, model: ModelConfig) -> list[Violation]:
     longest = -(-(run.data.max_prompt_length + run.data.max_response_length) // layout.cp)
     sequences = -(-actor.ppo_mini_batch_size * sequences_per_prompt(run) // layout.dp)
     tokens = sequences * min(run.data.max_response_length, longest)
-    columns, size = -(-model.vocab_size // layout.tp), BYTES[actor.precision]
+    columns = -(-model.vocab_size // layout.tp)
+    size = BYTES[actor.precision]
     gib = tokens * columns * size / 2**30
     if gib <= actor.full_kl_gib:
         return []
@@ -273,7 +280,8 @@ def unit_violations(
 
     name: of the role.  units: the tokens of the sequences of each.  unit: what they are of.
     """
-    parallel, tokens = config.parallel, config.microbatch_tokens
+    parallel = config.parallel
+    tokens = config.microbatch_tokens
     if tokens is None or not units:
         return
     costs = [padded_rows(each, parallel.cp, parallel.tp) for each in units]
@@ -296,7 +304,8 @@ def patch_violations(
 
 def model_offline_violations(config: OfflineConfig, model: ModelConfig) -> list[Violation]:
     """Every reason why ``model`` cannot be trained as ``config`` says."""
-    parallel, world = config.actor.parallel, config.trainer.world_size
+    parallel = config.actor.parallel
+    world = config.trainer.world_size
     violations = list(_layout_violations(model, config.actor, world, "actor"))
     if config.data.max_length > model.max_position_embeddings:
         problem = f"exceeds the model's {model.max_position_embeddings} tokens"

@@ -154,7 +154,9 @@ def demand_steps(trainer: TrainerConfig, prepared: PreparedRun) -> None:
     FinishedError, if the run that took them has ended well.
     A run that died between its last step and the export of its weights may go on, with the settings that it had.
     """
-    key, directory, step = "trainer.default_local_dir", Path(trainer.default_local_dir), prepared.progress.step
+    key = "trainer.default_local_dir"
+    directory = Path(trainer.default_local_dir)
+    step = prepared.progress.step
     if trainer.val_only:
         if trainer.resume_mode is not ResumeMode.off and complete_checkpoints(directory):
             problem = "holds a run, whose record a validation would replace"
@@ -193,7 +195,8 @@ def complete(config: RunConfig, platform: Platform) -> RunConfig:
     config = with_replicas(config, on_accelerators=platform.is_accelerator)
     longest = float(config.data.max_response_length)
     served = config.reward.judge
-    judge, room = config.reward_model, config.data.max_prompt_length + config.data.max_response_length
+    judge = config.reward_model
+    room = config.data.max_prompt_length + config.data.max_response_length
     roles = {role.name: _complete_role(config.role_config(role), longest) for role in config.group_rows}
     return replace(
         config.with_groups(roles),
@@ -349,7 +352,8 @@ def _narrow_microbatches(config: RunConfig, train: PromptSet | None) -> Iterator
 
 def _num_steps(config: RunConfig, sampler: PromptSampler) -> int:
     """Of the whole run.  ConfigError: there are fewer prompts than a batch takes."""
-    data, trainer = config.data, config.trainer
+    data = config.data
+    trainer = config.trainer
     per_epoch = sampler.batches_per_epoch(data.train_batch_size)
     if data.gen_batch_size is not None:
         sampler.batches_per_epoch(data.gen_batch_size, "data.gen_batch_size")

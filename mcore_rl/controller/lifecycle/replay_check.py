@@ -126,7 +126,8 @@ def _is_layout(key: str) -> bool:
 
 def _differing(identity: Identity, theirs: Identity) -> Iterator[tuple[str, Any, Any]]:
     """(key, its value now, its value then) where they differ."""
-    ours, before = flat_settings(identity.config), flat_settings(theirs.config)
+    ours = flat_settings(identity.config)
+    before = flat_settings(theirs.config)
     for key in sorted(ours.keys() | before.keys()):
         if ours.get(key) != before.get(key):
             yield key, ours.get(key), before.get(key)

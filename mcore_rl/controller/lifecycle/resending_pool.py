@@ -30,7 +30,10 @@ class ResendingPool:
     def __init__(
         self, pool: EnginePool, restarter: EngineRestarter, devices: DeviceSharing, weights: WeightSync
     ) -> None:
-        self._pool, self._restarter, self._devices, self._weights = pool, restarter, devices, weights
+        self._pool = pool
+        self._restarter = restarter
+        self._devices = devices
+        self._weights = weights
         self._num_calls = 0
         self._recovering = asyncio.Lock()
 

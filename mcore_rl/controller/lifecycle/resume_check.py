@@ -42,8 +42,10 @@ MAX_SUMS = 4096  # of pictures; of more, one sum is of several
 ADAPTERS = "actor.lora.path"
 # Of weights of hundreds of GB, this much of each file is read: the header, which says where each tensor lies, and
 # pieces at even distances.  Training changes nearly every element.
-WHOLE_BYTES, HEADER_BYTES = 64 << 20, 1 << 20
-PIECES, PIECE_BYTES = 64, 64 << 10
+WHOLE_BYTES = 64 << 20
+HEADER_BYTES = 1 << 20
+PIECES = 64
+PIECE_BYTES = 64 << 10
 # Keys of ``rollout.agent`` that name files, or FILE.py:NAME, or a list or mapping of those.
 AGENT = "rollout.agent."
 CORPUS = "search_corpus"  # may be a folder
@@ -116,11 +118,13 @@ def contents_of(
     contents |= _tokenizer_of(Path(model.get("tokenizer_path") or model["path"]), TOKENIZER, TEMPLATE)
     judge = values.get("reward_model") or {}
     if judge.get("enable"):
-        place, key = Path(judge["model"]["path"]), "reward_model.model"
+        place = Path(judge["model"]["path"])
+        key = "reward_model.model"
         contents[f"{key}.path"] = weights_of(place)
         contents |= _tokenizer_of(Path(judge["model"].get("tokenizer_path") or place), key, key)
     if served := ((values.get("reward") or {}).get("judge") or {}).get("path"):
-        place, key = Path(served), "reward.judge.path"
+        place = Path(served)
+        key = "reward.judge.path"
         contents[key] = weights_of(place) | _tokenizer_of(place, key, key)[key]
     custom = (values.get("custom_reward_function") or {}).get("path")
     contents["custom_reward_function.path"] = _whole([Path(custom)] if custom else [])
@@ -322,7 +326,8 @@ class Identity:
         theirs = Identity.read(checkpoint)
         changed = {key: said for key, said in self.changed(theirs) if key in JUDGES and self._is_named}
         refuse_if_any([*self._refused(theirs), *self._refused_contents(theirs, checkpoint)])
-        ours, before = flat_settings(self.config), flat_settings(theirs.config)
+        ours = flat_settings(self.config)
+        before = flat_settings(theirs.config)
         return [f"{key}: {said}" for key, said in changed.items()] + [
             f"{key}: {before.get(key)} when the checkpoint was made, now {ours.get(key)}"
             for key in sorted(ours.keys() | before.keys())
@@ -383,9 +388,11 @@ class Identity:
 
     def _other_adapters(self, theirs: Identity) -> Iterator[Violation]:
         """The settings without which the checkpoint's adapters are no adapters, or compute something else."""
-        ours, before = _flat(self.config), _flat(theirs.config)
+        ours = _flat(self.config)
+        before = _flat(theirs.config)
         for rank in sorted(key for key in ours if key.endswith(".lora.rank")):
-            names, group = ["rank"], rank.removesuffix("rank")
+            names = ["rank"]
+            group = rank.removesuffix("rank")
             if (before.get(rank) or 0) == ours[rank]:
                 names = ["alpha", "use_rslora"] if ours[rank] else []
             for key in (group + name for name in names):

@@ -54,8 +54,11 @@ class Saver:
         keep: Callable[[Path], None],
         warn: Callable[[str], None],
     ) -> None:
-        self._directory, self._groups, self._trainer = directory, list(groups), trainer
-        self._keep, self._warn = keep, warn
+        self._directory = directory
+        self._groups = list(groups)
+        self._trainer = trainer
+        self._keep = keep
+        self._warn = warn
         self.saved_step = saved_step
         self._writing: asyncio.Task[None] | None = None
         self._problem: str | None = None  # why the last save failed
@@ -64,7 +67,8 @@ class Saver:
 
     def move_to(self, directory: Path) -> None:
         """Writes to another run directory from now on, which has no checkpoint yet."""
-        self._directory, self.saved_step = directory, -1
+        self._directory = directory
+        self.saved_step = -1
 
     @property
     def failed(self) -> bool:
@@ -73,7 +77,8 @@ class Saver:
 
     def metrics(self) -> dict[str, float]:
         """The metrics of saves that succeeded or failed since the last call."""
-        metrics, self._metrics = self._metrics, {}
+        metrics = self._metrics
+        self._metrics = {}
         return metrics
 
     async def save(self, progress: Progress, more: WriteMore = write_nothing) -> None:
@@ -84,7 +89,9 @@ class Saver:
         complete.  WorkerError: a worker died.
         """
         await self.settle()
-        started, step, best_step = time.perf_counter(), progress.step, progress.best_step
+        started = time.perf_counter()
+        step = progress.step
+        best_step = progress.best_step
         try:
             incomplete = await self._begin(progress)
         except OSError as error:
@@ -98,7 +105,8 @@ class Saver:
 
     async def settle(self) -> None:
         """Waits until no checkpoint is being written."""
-        writing, self._writing = self._writing, None
+        writing = self._writing
+        self._writing = None
         if writing is not None:
             await writing
 
@@ -131,7 +139,9 @@ class Saver:
         return run_checkpoints.begin(self._directory, progress, [group.role for group in self._groups], self._keep)
 
     async def _complete(self, incomplete: Path, step: int, best_step: int, started: float, more: WriteMore) -> None:
-        sums, problems, more_bytes = dict[str, FileSum](), list[str](), 0
+        sums = dict[str, FileSum]()
+        problems = list[str]()
+        more_bytes = 0
         try:
             more_bytes = await asyncio.to_thread(more, incomplete)
         except OSError as error:
@@ -151,7 +161,8 @@ class Saver:
             await asyncio.to_thread(shutil.rmtree, incomplete, ignore_errors=True)  # frees its space on the disk
             self._fail(step, "; ".join(problems))
             return
-        self.saved_step, self._problem = step, None
+        self.saved_step = step
+        self._problem = None
         self._metrics["perf/checkpoint_s"] = time.perf_counter() - started
         self._num_bytes = more_bytes + sum(each.num_bytes for each in sums.values())
         self._metrics["perf/checkpoint_gib"] = self._num_bytes / 2**30

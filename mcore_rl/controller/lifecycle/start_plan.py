@@ -32,7 +32,8 @@ def forecast(config: RunConfig | OfflineConfig, platform: Platform, models: Mapp
     models: of each role with processes of its own, by name, the policy's first.
     Raises ConfigError if it does not fit, with the numbers and, on accelerators, the nearest settings that fit.
     """
-    model, cluster = next(iter(models.values())), cluster_at_hand(config.trainer, platform)
+    model = next(iter(models.values()))
+    cluster = cluster_at_hand(config.trainer, platform)
     planned = plan(config, model, cluster, models)
     if not planned.fits:
         raise refusal(planned, config, model, cluster, models)
@@ -54,7 +55,8 @@ def doubts_of(config: RunConfig | OfflineConfig, platform: Platform) -> list[str
         if role.trains and (rate := config.role_config(role).optim.lr) >= LARGEST_RATE:
             usual = "1e-6 is usual with reinforcement learning, 1e-5 with sft, 1e-4 with adapters"
             doubts.append(f"{role.name}.optim.lr={rate:g}: AdamW moves every weight by about that much a step; {usual}")
-    processes, cores = config.trainer.n_gpus_per_node, num_cores()
+    processes = config.trainer.n_gpus_per_node
+    cores = num_cores()
     if not platform.is_accelerator and processes > cores:
         alike = f"trainer.n_gpus_per_node={cores} computes as much"
         doubts.append(f"trainer.n_gpus_per_node={processes}: as many training processes share {cores} cores; {alike}")

@@ -71,7 +71,8 @@ async def _start_role(
     leaves_behind: bool,
 ) -> TrainGroup:
     """Starts the workers of ``role``, and takes the snapshots of roles that share them."""
-    engine, logs = config.role_config(role), Path(config.trainer.default_local_dir) / "logs"
+    engine = config.role_config(role)
+    logs = Path(config.trainer.default_local_dir) / "logs"
     shares_device = isinstance(config, RunConfig) and config.trainer.placement is Placement.colocated
     spec = RoleSpec(
         role=role.name,
@@ -106,7 +107,8 @@ def _teacher(config: RunConfig | OfflineConfig) -> TeacherSpec | None:
     """What the policy's processes must know of teachers that are in its loss; None without one."""
     if not isinstance(config, RunConfig) or not config.algorithm.distill.in_loss or config.teachers is None:
         return None
-    teachers, precision = config.teachers, config.role_config(ROLES[TEACHER]).precision
+    teachers = config.teachers
+    precision = config.role_config(ROLES[TEACHER]).precision
     return TeacherSpec(tuple(map(Path, teachers.directories)), precision, teachers.numbers)
 
 

@@ -47,8 +47,12 @@ class WeightSync:
         check_freq: int = 0,
         engines: EngineSet | None = None,
     ) -> None:
-        self._updater, self._restarter, self._pool, self._check_freq = updater, restarter, pool, check_freq
-        self._engines, self._updating = engines, asyncio.Lock()
+        self._updater = updater
+        self._restarter = restarter
+        self._pool = pool
+        self._check_freq = check_freq
+        self._engines = engines
+        self._updating = asyncio.Lock()
         self._num_restarts = restarter.num_restarts  # at the time when the engines received ``_version``
         self._version: int | None = None
 
@@ -115,7 +119,8 @@ def weight_transport(
 
     store: where the members meet, under a name that no others have used.
     """
-    trainer, layout = config.trainer, config.rollout.layout
+    trainer = config.trainer
+    layout = config.rollout.layout
     address = Address(
         store=store,
         name=name,

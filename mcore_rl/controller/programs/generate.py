@@ -72,7 +72,8 @@ async def run_generate(config: GenerateConfig) -> int:
     platform = detect(config.rollout.device)
     config, prompts, agents = prepare(config, platform)
     say(prompts.describe())
-    rollout, out = config.rollout, Path(config.out)
+    rollout = config.rollout
+    out = Path(config.out)
     table = prompts.table()
     async with AsyncExitStack() as stack:
         stack.callback(agents.close)
@@ -128,7 +129,8 @@ def prepare_engines(config: GenerateConfig, platform: Platform) -> tuple[Generat
     admit(directory, config.rollout, platform, pictures=sees)
     demand_plain_weights(directory, config.rollout)
     if not has_tokenizer(directory):
-        problem, remedy = "has no tokenizer, so that responses have no text", "Copy the tokenizer's files there"
+        problem = "has no tokenizer, so that responses have no text"
+        remedy = "Copy the tokenizer's files there"
         refuse_if_any([Violation("model.path", str(directory), problem, remedy)])
     return config, load_tokenizer(config.model.tokenizer_path or directory)
 
@@ -153,7 +155,9 @@ async def opened_pool(config: GenerateConfig, platform: Platform) -> AsyncIterat
 
 def _prompts(config: GenerateConfig, tokenizer: PreTrainedTokenizerBase, agents: AgentRunner) -> PromptSet:
     """The prompts, with all that agents need of them.  DataError, ConfigError: with what is wrong."""
-    files, limit, title = config.data.files, config.data.max_samples, "data.files"
+    files = config.data.files
+    limit = config.data.max_samples
+    title = "data.files"
     _, model = model_of(read_config(model_directory(config)), pictures=config.data.sees_pictures)
     pictures = picture_reader(config.data, model)
     prompts = PromptSet.load(

@@ -87,14 +87,16 @@ def prepare(config: C, loader: Callable[[C, PreTrainedTokenizerBase], Load[D]]) 
         actor=with_absolute_adapters(config.actor),
         trainer=replace(config.trainer, default_local_dir=absolute(config.trainer.default_local_dir)),
     )
-    path, role = Path(config.model_directory), config.trained
+    path = Path(config.model_directory)
+    role = config.trained
     prepare_model(config.model, path, pictures=config.sees_pictures)
     refuse_if_any(list(sight_violations(config)))
     _, model = model_of(read_config(path), pictures=config.sees_pictures)
     refuse_if_any([*model_offline_violations(config, model), *adapter_violations(config)])
     demand_weights(path, role.head, pictures=config.sees_pictures)
     load = loader(config, load_tokenizer(config.model.tokenizer_path or path))
-    data, trainer = config.data, config.trainer
+    data = config.data
+    trainer = config.trainer
     train = load(data.train_files, data.train_max_samples, "data.train_files")
     validation = load(data.val_files, data.val_max_samples, "data.val_files") if data.val_files else None
     for rows in (train, validation):
@@ -202,7 +204,8 @@ class OfflineProgram(Generic[C, D, R]):
 
     def check(self, config: C) -> int:
         """Read, check and plan all that a run needs, show the plan, and start nothing; returns the exit code 0."""
-        prepared, platform = self.prepare(config), detect(config.trainer.device)
+        prepared = self.prepare(config)
+        platform = detect(config.trainer.device)
         planned = forecast(prepared.config, platform, prepared.models)
         show_check(config, prepared, planned, platform)
         return 0

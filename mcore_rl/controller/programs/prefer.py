@@ -45,7 +45,8 @@ class PreferRun(OfflineRun[PreferConfig, PreferenceSet]):
 
     async def judge(self, rows: PreferenceSet) -> dict[str, float]:
         """``prefer/val_*``: what ``judged`` says of all ``rows``, with the weights as they are."""
-        responses, rest = list[Responses](), list[TrainBatch]()
+        responses = list[Responses]()
+        rest = list[TrainBatch]()
         for start in range(0, len(rows), SCORED_AT_ONCE):
             batch = preference_batch([rows[index] for index in range(start, min(start + SCORED_AT_ONCE, len(rows)))])
             responses.append(await self.scored(batch))
@@ -66,7 +67,8 @@ class PreferRun(OfflineRun[PreferConfig, PreferenceSet]):
 
     async def scored(self, batch: TrainBatch) -> Responses:
         """The sums over the answers of ``batch``, float64, by the policy and, if the loss reads it, the reference."""
-        group, number = self.group, len(batch.lengths_S)
+        group = self.group
+        number = len(batch.lengths_S)
         shared = self.sent_to_score(batch)
         own = await updates.score(group, shared, ACTOR.scores("old_logprobs_T"))
         ref_S = (await self.refer(shared)).sums_S[:number] if self.preference.row.reference else None
@@ -104,16 +106,21 @@ def loader(config: PreferConfig, tokenizer: PreTrainedTokenizerBase) -> Load[Pre
 
 async def train_step(run: PreferRun, step: int) -> dict[str, float]:
     """Trains one optimizer step on the next rows."""
-    prepared, group, row = run.prepared, run.group, run.preference.row
+    prepared = run.prepared
+    group = run.group
+    row = run.preference.row
     rows = [prepared.train[index] for index in prepared.sampler.next(run.config.data.train_batch_size)]
-    batch, loss, scored = preference_batch(rows), ACTOR.make_loss(run.config.actor), 0.0
+    batch = preference_batch(rows)
+    loss = ACTOR.make_loss(run.config.actor)
+    scored = 0.0
     shared = updates.send_whole(group, batch if row.pairs else replace(batch, pairs_S=None))
     if row.reference:
         with run.clock(REFERENCE.phase):
             await run.refer(shared)
             scored = 1.0
             if not row.pairs:
-                loss, scored = replace(loss, kl=await run.divergence(rows)), 3.0
+                loss = replace(loss, kl=await run.divergence(rows))
+                scored = 3.0
     with run.clock(ACTOR.update_phase):
         number = len(rows) if row.pairs else len(batch.lengths_S)
         result = await updates.update_alone(group, shared, loss, float(number), (*TOKENS, REF_LOGPROBS))
@@ -152,7 +159,8 @@ def mismatched(rows: Sequence[PreferredAnswers]) -> list[tuple[Conversation, Con
 
 def with_answer_of(own: Conversation, other: Conversation, limit: int) -> Conversation:
     """The prompt of ``own``, up to its first trained token, and the answer of ``other``, cut to ``limit`` tokens."""
-    prompt, answer = own.mask.index(True), other.mask.index(True)
+    prompt = own.mask.index(True)
+    answer = other.mask.index(True)
     tokens = (*own.tokens[:prompt], *other.tokens[answer:])
     mask = ((False,) * prompt, other.mask[answer:])
     return Conversation(own.id, tokens[:limit], (*mask[0], *mask[1])[:limit])
@@ -170,9 +178,11 @@ def judged(responses: Responses, numbers: dict[str, Tensor], kl: float, config: 
         loss = loss * numbers[WEIGHT][first_P]
     else:
         label_S = numbers[LABEL]
-        first_P, second_P = (label_S > 0.5).nonzero().squeeze(1), (label_S <= 0.5).nonzero().squeeze(1)
+        first_P = (label_S > 0.5).nonzero().squeeze(1)
+        second_P = (label_S <= 0.5).nonzero().squeeze(1)
         loss = kto(responses, label_S, kl, config) * numbers[WEIGHT]
-    reward_S, sums = rewards(responses, config), dict[str, float]()
+    reward_S = rewards(responses, config)
+    sums = dict[str, float]()
     for side, place_P in (("chosen", first_P), ("rejected", second_P)):
         sums[f"{side}_reward"] = float(reward_S[place_P].sum())
         sums[f"{side}_logprob"] = float(responses.logprobs_R[place_P].sum())

@@ -65,7 +65,10 @@ async def run_program(
         preemption = Preemption()
 
         async def begin(run: R) -> None:
-            run.preemption, run.owner, run.callbacks, run.pushes = preemption, owner, callbacks, pushes
+            run.preemption = preemption
+            run.owner = owner
+            run.callbacks = callbacks
+            run.pushes = pushes
             await train(run)
 
         async with AsyncExitStack() as stack:
@@ -140,7 +143,8 @@ def what_was_learned(directory: Path) -> Table | None:
         return None
     table = Table("held-out accuracy", "first", "best", "last", "gain", "judged by", box=None, pad_edge=False)
     for source, accuracies in by_source.items():
-        first, last = accuracies[0], accuracies[-1]
+        first = accuracies[0]
+        last = accuracies[-1]
         change = gain(first, last)
         sure = "" if change.significant else " (may be chance)"
         shown = [f"{each.mean:.1%}" for each in (first, best(accuracies), last)]

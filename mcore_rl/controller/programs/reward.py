@@ -47,7 +47,8 @@ class RewardRun(OfflineRun[RewardTrainingConfig, ScoredSet | StepSet]):
 
         Of rows with labels of steps, each beginning of an answer that ends with a step is scored by itself.
         """
-        scores, numbers = list[Tensor](), list[Mapping[str, Tensor]]()
+        scores = list[Tensor]()
+        numbers = list[Mapping[str, Tensor]]()
         for start in range(0, len(rows), SCORED_AT_ONCE):
             read = [rows[index] for index in range(start, min(start + SCORED_AT_ONCE, len(rows)))]
             parts = [row.by_step if isinstance(row, LabelledSteps) else [row] for row in read]
@@ -66,7 +67,8 @@ class RewardRun(OfflineRun[RewardTrainingConfig, ScoredSet | StepSet]):
 
 def loader(config: RewardTrainingConfig, tokenizer: PreTrainedTokenizerBase) -> Load[ScoredSet | StepSet]:
     """Reads rows of pairs, or of answers and their labels, or of steps and theirs."""
-    data, row = config.data, config.actor.reward.row
+    data = config.data
+    row = config.actor.reward.row
     form = RowForm(pairs=row.pairs, labels=not row.pairs, least=row.labels[0], most=row.labels[1])
     pad_token_id = read_config(Path(config.model_directory)).get("pad_token_id")
     encode = encoder(tokenizer, pad_token_id, data.chat_template_kwargs)
@@ -83,12 +85,18 @@ def loader(config: RewardTrainingConfig, tokenizer: PreTrainedTokenizerBase) -> 
 
 async def train_step(run: RewardRun, step: int) -> dict[str, float]:
     """Trains one optimizer step on the next rows."""
-    prepared, group, loss = run.prepared, run.group, ACTOR.make_loss(run.config.actor)
+    prepared = run.prepared
+    group = run.group
+    loss = ACTOR.make_loss(run.config.actor)
     rows = [prepared.train[index] for index in prepared.sampler.next(run.config.data.train_batch_size)]
     if steps := [row for row in rows if isinstance(row, LabelledSteps)]:
-        batch, count, labels = step_batch(steps), sum(len(row.labels) for row in steps), [STEP_LABEL_T]
+        batch = step_batch(steps)
+        count = sum(len(row.labels) for row in steps)
+        labels = [STEP_LABEL_T]
     else:
-        batch, count, labels = score_batch([row for row in rows if not isinstance(row, LabelledSteps)]), len(rows), []
+        batch = score_batch([row for row in rows if not isinstance(row, LabelledSteps)])
+        count = len(rows)
+        labels = []
     with run.clock(ACTOR.update_phase):
         shared = updates.send_whole(group, batch)
         result = await updates.update_alone(group, shared, loss, float(count), (*TOKENS, *labels))
@@ -136,7 +144,8 @@ def judged(score_S: Tensor, numbers: Mapping[str, Tensor], config: RewardLossCon
 
     numbers: margin, weight and label of each answer.
     """
-    first_U, second_U = torch.arange(len(score_S)), None
+    first_U = torch.arange(len(score_S))
+    second_U = None
     if config.row.pairs:
         first_U, second_U = first_U.view(-1, MEMBERS).unbind(1)
     sums = score_sums(score_S, first_U, second_U, numbers, config, torch.ones_like(score_S))

@@ -39,7 +39,8 @@ from mcore_rl.tracking.messages import say
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-PROMPT, RESPONSE = "max_prompt_length", "max_response_length"
+PROMPT = "max_prompt_length"
+RESPONSE = "max_response_length"
 LENGTHS = {PROMPT: 2048, RESPONSE: 1024}  # tokens, where the model's context has room for both
 
 

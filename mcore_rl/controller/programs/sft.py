@@ -35,7 +35,10 @@ class SftRun(OfflineRun[SftConfig, ConversationSet]):
 
     async def judge(self, rows: ConversationSet) -> dict[str, float]:
         """``sft/val_loss``: the mean cross-entropy over the trained tokens of ``rows``, nats."""
-        total, count, number, group = 0.0, 0, len(rows), self.group
+        total = 0.0
+        count = 0
+        number = len(rows)
+        group = self.group
         at_once = SCORED_AT_ONCE if rows.pictures is None else SEEN_AT_ONCE
         for start in range(0, number, at_once):
             chosen = {index: rows[index] for index in range(start, min(start + at_once, number))}

@@ -69,7 +69,8 @@ async def open_run(config: RunConfig, living: LivingEngines | None = None) -> As
     if prepared.kept is not None and living.left is not None:
         prepared = replace(prepared, kept=with_progress(prepared.kept, living.left, prepared.progress.step))
     config = scheduled(config, prepared.num_steps)
-    trainer, policy = config.trainer, config.policy.name
+    trainer = config.trainer
+    policy = config.policy.name
     async with AsyncExitStack() as stack:
         stack.enter_context(one_thread())
         await stack.enter_async_context(living.attempt(trainer.placement))
@@ -82,7 +83,8 @@ async def open_run(config: RunConfig, living: LivingEngines | None = None) -> As
         judge = await stack.enter_async_context(opened())  # behind an address
         groups, kept = await start.processes(living, stack)
         judge = judge or await stack.enter_async_context(opened(kept.judge))
-        engines, layout = [member.client for member in kept.members], config.rollout.layout
+        engines = [member.client for member in kept.members]
+        layout = config.rollout.layout
         pool = pool_of(engines, config.rollout, goes_on=trainer.placement is Placement.separate)
         connect = partial(_connect, config, platform, kept.places, groups[policy], store, living.num_attempts)
         tracker.now("connecting the trainer with the rollout engines")

@@ -76,7 +76,8 @@ class Admission:
         While the bound and the batch stay as they are there are none.  The others can, each step taking those that are
         due first.
         """
-        late, num_in_time = list[G](), 0
+        late = list[G]()
+        num_in_time = 0
         for group in sorted(groups, key=lambda group: (group.oldest, group.ordinal)):
             if num_in_time < (group.oldest + self.bound - version + 1) * self.batch:
                 num_in_time += 1

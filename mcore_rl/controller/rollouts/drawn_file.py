@@ -28,7 +28,8 @@ from mcore_rl.rollout.protocol import Sample
 
 FORMAT = 1
 META = b"mcore_rl.drawn"
-EPISODE, SAMPLE = "episode", "sample"
+EPISODE = "episode"
+SAMPLE = "sample"
 SCHEMA = pa.schema(
     [
         ("kind", pa.string()),
@@ -188,12 +189,18 @@ def _episode(
     experts: bytes | None,
     rest: Mapping[str, Any],
 ) -> Episode:
-    score, agent, segments, at, scored = rest["score"], rest["agent"], [], 0, 0
+    score = rest["score"]
+    agent = rest["agent"]
+    segments = []
+    at = 0
+    scored = 0
     for each in rest["segments"]:
-        start, at = at, at + each["tokens"]
+        start = at
+        at = at + each["tokens"]
         known = None
         if each["logprobs"]:
-            known, scored = logprobs[scored : scored + each["tokens"]], scored + each["tokens"]
+            known = logprobs[scored : scored + each["tokens"]]
+            scored = scored + each["tokens"]
         segments.append(
             Segment(
                 author=Author(each["author"]),
@@ -300,7 +307,8 @@ def _lists(arrays: Sequence[NDArray[Any] | None], dtype: type[np.generic]) -> pa
 def _arrays(column: pa.ChunkedArray) -> Iterator[NDArray[Any] | None]:
     """The lists of ``column`` as arrays that may be written to."""
     for chunk in column.chunks:
-        offsets, values = chunk.offsets.to_numpy(), chunk.values.to_numpy(zero_copy_only=False)
+        offsets = chunk.offsets.to_numpy()
+        values = chunk.values.to_numpy(zero_copy_only=False)
         for at, known in enumerate(chunk.is_valid().to_pylist()):
             yield values[offsets[at] : offsets[at + 1]].copy() if known else None
 

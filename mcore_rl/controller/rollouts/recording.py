@@ -54,7 +54,8 @@ class Recorder:
     """
 
     def __init__(self, run_dir: Path, *, warn: Callable[[str], None]) -> None:
-        self._run_dir, self._warn = run_dir, warn
+        self._run_dir = run_dir
+        self._warn = warn
         self._writing: asyncio.Task[None] | None = None
         self._unsent = list[tuple[int, RolloutBatch, Mapping[str, Any]]]()
 
@@ -65,7 +66,8 @@ class Recorder:
 
     async def end(self, step: int) -> None:
         """Waits until they are written: the checkpoint of ``step`` must find them."""
-        writing, self._writing = self._writing, None
+        writing = self._writing
+        self._writing = None
         if writing is not None:
             try:
                 await writing
@@ -76,7 +78,8 @@ class Recorder:
 
     async def close(self) -> None:
         """Waits for what is being written."""
-        writing, self._writing = self._writing, None
+        writing = self._writing
+        self._writing = None
         if writing is not None:
             await asyncio.wait([writing])
         if self._unsent:
@@ -156,7 +159,9 @@ class ReplaySource:
     """
 
     def __init__(self, recorded: Path, row_of: RowOf, sampler: PromptSampler) -> None:
-        self._recorded, self._row_of, self._sampler = recorded, row_of, sampler
+        self._recorded = recorded
+        self._row_of = row_of
+        self._sampler = sampler
 
     async def __aenter__(self) -> ReplaySource:
         return self

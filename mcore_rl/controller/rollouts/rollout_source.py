@@ -63,8 +63,13 @@ class RolloutSource:
         progress: CollectProgress,
         ahead: Ahead | None = None,
     ) -> None:
-        self._collector, self._sampler, self._next_rows = collector, sampler, next_rows
-        self._num_steps, self._clock, self._progress, self._ahead = num_steps, clock, progress, ahead
+        self._collector = collector
+        self._sampler = sampler
+        self._next_rows = next_rows
+        self._num_steps = num_steps
+        self._clock = clock
+        self._progress = progress
+        self._ahead = ahead
         self._task: asyncio.Task[RolloutBatch] | None = None  # the last draw ahead
         self._ready: RolloutBatch | None = None  # in its place what a checkpoint had, or an abandoned step
         self._before: dict[str, Any] | None = None  # the sampler's state before it, until it is handed over
@@ -89,7 +94,8 @@ class RolloutSource:
         """The rollouts that are drawn and that no step has; once the source has ended, as they were then."""
         if self._kept_at_end is not None:
             return self._kept_at_end
-        ready, task = self._ready, self._task
+        ready = self._ready
+        task = self._task
         if ready is None and task is not None and task.done() and not task.cancelled() and task.exception() is None:
             ready = task.result()
         if self._before is None or ready is None:
@@ -99,7 +105,8 @@ class RolloutSource:
     def return_to(self, kept: KeptDraws) -> None:
         """Goes back to ``kept``: gives rows after it back to the sampler; a draw that goes on is cancelled."""
         self._give_back(kept.place)
-        self._ready, self._before = kept.batch, kept.before
+        self._ready = kept.batch
+        self._before = kept.before
 
     def resume(self, kept: KeptDraws, version: int) -> None:
         """Goes on with ``kept`` of a checkpoint, after step ``version``."""

@@ -69,7 +69,8 @@ class KeptSamples:
         going: asyncio.Event,
         kept: Iterable[tuple[tuple[int, ...], Sample]] = (),
     ) -> None:
-        self._source, self._going = source, going
+        self._source = source
+        self._going = going
         self._kept: dict[tuple[tuple[str, int], tuple[int, ...]], Sample] = {
             ((sample.prompt_id, sample.index), asked): sample for asked, sample in kept
         }
@@ -146,14 +147,17 @@ class Group:
     @classmethod
     def of(cls, kept: DrawnGroup, source: SampleSource, going: asyncio.Event) -> Group:
         """The group that ``kept`` was made of, which goes on to draw from ``source``.  going: see ``KeptSamples``."""
-        ordinal, oldest = kept.facts["ordinal"], kept.facts["oldest"]
-        samples, episodes = KeptSamples(source, going, kept.samples), [*kept.episodes] or None
+        ordinal = kept.facts["ordinal"]
+        oldest = kept.facts["oldest"]
+        samples = KeptSamples(source, going, kept.samples)
+        episodes = [*kept.episodes] or None
         return cls(ordinal=ordinal, row=kept.row, samples=samples, oldest=oldest, episodes=episodes)
 
     @property
     def kept(self) -> DrawnGroup:
         """The group as a checkpoint has it."""
-        episodes, facts = tuple(self.episodes or ()), {"ordinal": self.ordinal, "oldest": self.oldest}
+        episodes = tuple(self.episodes or ())
+        facts = {"ordinal": self.ordinal, "oldest": self.oldest}
         return DrawnGroup(row=self.row, episodes=episodes, samples=self.samples.kept, facts=facts)
 
     @property
@@ -207,7 +211,9 @@ class Drawing:
 
 def drawing_of(run: RunConfig, num_steps: int, ahead: Ahead) -> Drawing:
     """How ``run`` draws in ``trainer.mode=async`` or with ``rollout.partial``.  num_steps: the last step."""
-    batch, filtering, partial_in_turns = run.data.train_batch_size, run.algorithm.filter_groups, run.rollout.partial
+    batch = run.data.train_batch_size
+    filtering = run.algorithm.filter_groups
+    partial_in_turns = run.rollout.partial
     pause = Pause.abort if partial_in_turns else Pause.keep if run.async_.partial_rollout else Pause.wait
     extra = math.ceil(run.rollout.over_sampling * batch) if partial_in_turns else None
     gen_batch = batch if run.data.gen_batch_size is None else run.data.gen_batch_size
@@ -244,9 +250,14 @@ class RolloutStream:
         clock: Clock,
         progress: CollectProgress,
     ) -> None:
-        self._drawing, self._sampler, self._next_rows, self._progress = drawing, sampler, next_rows, progress
-        self._num_trained, self._ordinal = num_trained, sampler.num_drawn
-        self._version, self._may_draw = 0, False
+        self._drawing = drawing
+        self._sampler = sampler
+        self._next_rows = next_rows
+        self._progress = progress
+        self._num_trained = num_trained
+        self._ordinal = sampler.num_drawn
+        self._version = 0
+        self._may_draw = False
         self._going = asyncio.Event()  # set while groups may send requests
         self._live: dict[int, Group] = {}  # begun, neither trained nor dropped, by ordinal
         self._tasks: dict[Group, asyncio.Task[list[Episode]]] = {}  # of the groups under way
@@ -266,7 +277,8 @@ class RolloutStream:
         if kind in (Preempted, DeadWorkerError) and self._going.is_set() and not self._drawing.ahead.is_dead():
             with suppress(DeadEngineError, TimeoutError):
                 await asyncio.wait_for(self.interrupt(), LEAVE_S)  # so that unfinished responses are kept
-        tasks, self._kept_at_end = [*self._tasks.values()], self.kept
+        tasks = [*self._tasks.values()]
+        self._kept_at_end = self.kept
         self._give_back(self.place)
         await asyncio.gather(*tasks, return_exceptions=True)
 
@@ -292,7 +304,8 @@ class RolloutStream:
 
     def return_to(self, kept: KeptDraws) -> None:
         """Goes back to ``kept``, of this stream, but for what was drawn of its groups since; begins nothing more."""
-        known, self._may_draw = self._live, False
+        known = self._live
+        self._may_draw = False
         self._sampler.load_state_dict(kept.place)
         self._go_on_with(kept)
         self._live |= {ordinal: known[ordinal] for ordinal in self._live if ordinal in known}
@@ -318,7 +331,9 @@ class RolloutStream:
         engine = self._drawing.ahead.collector.engine
         groups = [Group.of(each, engine, self._going) for each in kept.groups]
         self._live = {group.ordinal: group for group in groups}
-        self._ordinal, self._num_trained, self._dropped = kept.next_ordinal, kept.num_trained, [*kept.dropped]
+        self._ordinal = kept.next_ordinal
+        self._num_trained = kept.num_trained
+        self._dropped = [*kept.dropped]
 
     def _give_back(self, place: dict[str, Any]) -> None:
         """Gives all rows after ``place`` back to the sampler, and cancels every draw."""
@@ -331,8 +346,11 @@ class RolloutStream:
 
     async def next(self, step: int) -> RolloutBatch:
         """The rollouts of ``step``.  Raises what a draw or a grader raised, as ``RolloutCollector.collect`` does."""
-        rules, admission = self._drawing, self._drawing.admission
-        self._version, self._may_draw, held_s = step - 1, True, 0.0
+        rules = self._drawing
+        admission = self._drawing.admission
+        self._version = step - 1
+        self._may_draw = True
+        held_s = 0.0
         self._going.set()
         self._busy.set(bool(self._tasks))
         self._draw()
@@ -472,8 +490,11 @@ class RolloutStream:
 
     def _batch(self, step: int, chosen: list[Group], held_s: float) -> RolloutBatch:
         """What a step gets; counts begin anew."""
-        rules, dropped, redrawn = self._drawing, tuple(self._dropped), self._num_redrawn
-        self._dropped, self._num_redrawn = [], 0
+        rules = self._drawing
+        dropped = tuple(self._dropped)
+        redrawn = self._num_redrawn
+        self._dropped = []
+        self._num_redrawn = 0
         groups = [group.episodes for group in chosen if group.episodes is not None]
         episodes, greedy = numbered(step, groups, needs_greedy=rules.needs_greedy)
         return RolloutBatch(
@@ -504,7 +525,8 @@ class BusyTime:
     def set(self, busy: bool) -> None:
         """Whether groups are under way from now on."""
         if busy and self._shown is None:
-            self._shown, self._since = self._clock.beside(DRAWING), time.perf_counter()
+            self._shown = self._clock.beside(DRAWING)
+            self._since = time.perf_counter()
             self._shown.__enter__()
         elif not busy and self._shown is not None:
             self._seconds += time.perf_counter() - self._since
@@ -514,6 +536,7 @@ class BusyTime:
     def take(self) -> float:
         """Since the last call."""
         now = time.perf_counter()
-        seconds, self._seconds = self._seconds + (0.0 if self._shown is None else now - self._since), 0.0
+        seconds = self._seconds + (0.0 if self._shown is None else now - self._since)
+        self._seconds = 0.0
         self._since = now
         return seconds

@@ -94,7 +94,8 @@ def combine(stats: SequenceStats, groups: StepBatch, algorithm: AlgorithmConfig,
         metrics |= {"kl/reward": per_response, "kl/reward_per_token": per_token, "kl/coef": kl.coef}
         kl.update(per_token=per_token, per_response=per_response, num_samples=len(stats.kl_S))
     estimated = _estimated(stats, groups, algorithm)
-    correction, config = stats.correction, algorithm.rollout_correction
+    correction = stats.correction
+    config = algorithm.rollout_correction
     if correction is not None:
         metrics |= correction_metrics(correction, config, weighs=algorithm.weighs)
     mean_advantage = 0.0
@@ -144,7 +145,8 @@ def _estimated(stats: SequenceStats, groups: StepBatch, algorithm: AlgorithmConf
 
     Its score is the episode's once, with the other rewards of all its tokens; its tokens are those of all.
     """
-    outcomes, sample_S = groups.outcomes, groups.sample_S
+    outcomes = groups.outcomes
+    sample_S = groups.sample_S
     if sample_S is None:
         return estimate(
             groups.group_S,

@@ -40,10 +40,12 @@ def assemble(
     """
     segments = [segment for episode in episodes for segment in episode.segments]
     tokens_T = np.concatenate([segment.tokens for segment in segments])
-    mask_T, logprobs_T = np.zeros(len(tokens_T), dtype=bool), np.zeros(len(tokens_T), dtype=np.float32)
+    mask_T = np.zeros(len(tokens_T), dtype=bool)
+    logprobs_T = np.zeros(len(tokens_T), dtype=np.float32)
     end = 0
     for segment in segments:
-        start, end = end, end + len(segment.tokens)
+        start = end
+        end = end + len(segment.tokens)
         if segment.trained:
             mask_T[start:end], logprobs_T[start:end] = True, segment.logprobs
     routing_TLK, unrouted_T = _routes(episodes)
@@ -127,11 +129,13 @@ def _routes(episodes: Sequence[Episode]) -> tuple[Tensor | None, Tensor | None]:
     if first is None:
         return None, None
     num_tokens = sum(episode.num_tokens for episode in episodes)
-    routing_TLK, unrouted_T = np.zeros((num_tokens, *first.shape[1:]), first.dtype), np.zeros(num_tokens, dtype=bool)
+    routing_TLK = np.zeros((num_tokens, *first.shape[1:]), first.dtype)
+    unrouted_T = np.zeros(num_tokens, dtype=bool)
     end = 0
     for episode in episodes:
         assert episode.experts is not None, f"{episode.prompt_id} has no experts, and others have"
-        start, end = end, end + episode.num_tokens
+        start = end
+        end = end + episode.num_tokens
         routing_TLK[start : end - 1], unrouted_T[end - 1] = episode.experts, True
     return torch.from_numpy(routing_TLK), torch.from_numpy(unrouted_T)
 

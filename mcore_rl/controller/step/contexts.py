@@ -51,8 +51,10 @@ def told(
         groups[episode.group].append(episode)
     texts = [_text(function, episode, groups[episode.group], tokenizer, config) for episode in episodes]
     prompts = _prompts([text for text in texts if text is not None], tokenizer)
-    budget, parallel = reader.microbatch_tokens or config.rollout.max_model_len, reader.parallel
-    behind, count = list[Episode](), 0
+    budget = reader.microbatch_tokens or config.rollout.max_model_len
+    parallel = reader.parallel
+    behind = list[Episode]()
+    count = 0
     for episode, text in zip(episodes, texts, strict=True):
         segments = episode.segments
         if text is not None:

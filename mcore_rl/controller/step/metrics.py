@@ -73,7 +73,8 @@ def agent_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
     if not by_agents:
         return {}
     counts = [agent for _, agent in by_agents]
-    calls, tokens = sum(each.calls for each in counts), sum(each.num_response_tokens for each, _ in by_agents)
+    calls = sum(each.calls for each in counts)
+    tokens = sum(each.num_response_tokens for each, _ in by_agents)
     trained = sum(len(segment.tokens) for each, _ in by_agents for segment in each.segments if segment.trained)
     reasons = Counter(each.reason if each.reason in END_REASONS else OTHER_REASON for each in counts)
     return {
@@ -155,7 +156,8 @@ def update_metrics(role: Role, loss: RoleLoss, updated: Updated) -> dict[str, fl
     """
     if not updated.results:
         return {}
-    told, optimizer = loss.metrics(updated.sums), _optimizer_metrics(role.name, updated)
+    told = loss.metrics(updated.sums)
+    optimizer = _optimizer_metrics(role.name, updated)
     refuse_if_any(
         [
             Violation(f"the loss of {role.name}", name, "cannot be reported by this name", f"Call it {role.name}/NAME")

@@ -93,7 +93,8 @@ class Preemption:
 
         Raises Preempted if the run is told to end before ``work`` is done, or was told so before it began.
         """
-        task, asked = asyncio.ensure_future(work), asyncio.ensure_future(self._asked.wait())
+        task = asyncio.ensure_future(work)
+        asked = asyncio.ensure_future(self._asked.wait())
         try:
             await asyncio.wait([task, asked], return_when=asyncio.FIRST_COMPLETED)
             if not self._asked.is_set():

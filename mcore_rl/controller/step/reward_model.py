@@ -81,7 +81,10 @@ class RewardModel:
     """Scores episodes with the engines of a reward model; its scores are like a grader's.  See docs/rewards.md."""
 
     def __init__(self, encoder: Encoder, engines: Classifier, reward: RewardConfig, transform: RewardTransform) -> None:
-        self._encoder, self._engines, self._reward, self._transform = encoder, engines, reward, transform
+        self._encoder = encoder
+        self._engines = engines
+        self._reward = reward
+        self._transform = transform
         # One thread, so that no two threads use the tokenizer, and the event loop is not blocked.
         self._thread = ThreadPoolExecutor(1, "reward-model")
 

@@ -39,7 +39,8 @@ from mcore_rl.rollout.single_turn import single_turn
 CollectProgress = Callable[[int, int], None]  # receives (episodes finished, episodes in all)
 STEPS_APART = 1_000_003  # so that no step has the seed of a step of another run
 # Why a group that was drawn is not trained: it has no signal; or more groups had one than a step trains.
-FILTERED, SURPLUS = "filter_groups", "surplus"
+FILTERED = "filter_groups"
+SURPLUS = "surplus"
 
 
 @dataclass(frozen=True)
@@ -104,8 +105,13 @@ class RolloutCollector:
         hits: PrefixHits | None = None,
         shelf: PictureShelf | None = None,
     ) -> None:
-        self.engine, self.scorer, self._run, self._reward_model = engine, scorer, run, reward_model
-        self._model, self._agents, self._judge = model, agents, judge
+        self.engine = engine
+        self.scorer = scorer
+        self._run = run
+        self._reward_model = reward_model
+        self._model = model
+        self._agents = agents
+        self._judge = judge
         self._hits = hits
         self._shelf = shelf
 
@@ -113,17 +119,20 @@ class RolloutCollector:
         self, step: int, next_rows: Callable[[int], list[PromptRow]], progress: CollectProgress
     ) -> RolloutBatch:
         """Collects the groups of training step ``step``, in the order of the rows that ``next_rows(count)`` returns."""
-        run, begun = self._run, time.perf_counter()
+        run = self._run
+        begun = time.perf_counter()
         kept: list[list[Episode]] = []
         spare: list[list[Episode]] = []
-        wanted, batches = run.data.train_batch_size, 0
+        wanted = run.data.train_batch_size
+        batches = 0
         while len(kept) < wanted and (batches == 0 or self._may_draw_more(batches)):
             rows = next_rows(wanted if run.data.gen_batch_size is None else run.data.gen_batch_size)
             groups = await self._collect_groups(step, batches, rows, progress)
             batches += 1
             for group in groups:
                 (kept if self.teaches(group) else spare).append(group)
-        chosen, missing = [*kept, *spare][:wanted], max(0, wanted - len(kept))
+        chosen = [*kept, *spare][:wanted]
+        missing = max(0, wanted - len(kept))
         dropped = [
             *(DroppedGroup.of(group[0].row, FILTERED) for group in spare[missing:]),
             *(DroppedGroup.of(group[0].row, SURPLUS) for group in kept[wanted:]),
@@ -250,7 +259,8 @@ class RolloutCollector:
                         graded[-1].add_done_callback(lambda _: progress(next(finished), total))
                 with self._drawing() if requests else nullcontext():
                     async for sample in source.generate(requests, sampling):
-                        place, experts = places[sample.prompt_id], None
+                        place = places[sample.prompt_id]
+                        experts = None
                         if trained and self._model is not None:
                             experts = checked_routes(sample, len(prompts[place].tokens), self._model)
                         episode = single_turn(named[place][1], prompts[place], sample, place, experts)
@@ -295,7 +305,8 @@ class RolloutCollector:
         graded = await self._by_grader(episode, max_tokens)
         if given is None:
             return graded
-        score, parts = graded.graded, given.parts | graded.graded.parts
+        score = graded.graded
+        parts = given.parts | graded.graded.parts
         return replace(graded, score=replace(score, value=score.value + given.value, parts=parts))
 
     async def _by_grader(self, episode: Episode, max_tokens: int) -> Episode:

@@ -101,7 +101,8 @@ class Thumbnails:
     """Writes thumbnails in a thread of its own.  warn: is told of a disk that is full, or fails."""
 
     def __init__(self, run_dir: Path, *, warn: Callable[[str], None]) -> None:
-        self._run_dir, self._warn = run_dir, warn
+        self._run_dir = run_dir
+        self._warn = warn
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="thumbnails")
 
     def begin(self, prompts: PromptSet, episodes: Sequence[Episode], most: int) -> None:

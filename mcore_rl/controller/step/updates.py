@@ -141,7 +141,8 @@ async def run_pass(
     if stage.role == TEACHER and teachers is not None and len(teachers.directories) > 1:
         await score_by_teacher(stage, group, shared, teachers, temperature)
         return None
-    ranks, dp = shared.assignment, group.layout.dp
+    ranks = shared.assignment
+    dp = group.layout.dp
     parted = bool(shared.stems) and not share_prompts  # the assignment is of ranks that share
     if len(ranks) != dp or parted or HIDDEN in stage.makes:  # hidden states are large: balanced by tokens
         deals = shared.stems and share_prompts
@@ -236,7 +237,8 @@ async def _select_tokens(
     if not count:
         return numbers
     moments = Moments(advantage=step.mean_advantage, logprob=step.mean_logprob, num_selected=count, seed=seed)
-    ranks, of_response_S = shared.assignment, step.advantages.advantages_S
+    ranks = shared.assignment
+    of_response_S = step.advantages.advantages_S
     payloads = [
         SequencesInStep(None if of_response_S is None else of_response_S[sequences].numpy(), sequences)
         for sequences in ranks
@@ -315,7 +317,8 @@ def minibatches(group_S: Tensor, config: TrainedConfig, num_prompts: int, seed: 
     members: list[list[int]] = [[] for _ in range(num_prompts)]
     for sequence, group in enumerate(group_S.tolist()):
         members[group].append(sequence)
-    generator, batches = torch.Generator().manual_seed(seed), []
+    generator = torch.Generator().manual_seed(seed)
+    batches = []
     for epoch in range(config.ppo_epochs):
         order = list(range(num_prompts))
         if epoch and config.shuffle:
