@@ -8,7 +8,7 @@ from mcore_rl.config.algorithms.ppo import DiscountedConfig
 
 
 def reinforce_plus_plus(inputs: AdvantageInputs, config: DiscountedConfig) -> Advantages:
-    """``A_t = r_t + gamma A_{t+1}``; ``estimate`` whitens it later.  PRIME's too, of rewards that are centred.
+    """``A_t = r_t + gamma A_{t+1}``; ``estimate`` whitens it later.
 
     t counts trained tokens only, as in verl (0.9.1): tokens that the environment wrote are skipped, so that the final
     score reaches every turn of a dialogue.

@@ -1,4 +1,4 @@
-"""The plain policy gradient: REINFORCE (R. J. Williams, Machine Learning 8, 1992), and GPG (arXiv:2504.02546)."""
+"""The plain policy gradient: REINFORCE (R. J. Williams, Machine Learning 8, 1992)."""
 
 from __future__ import annotations
 

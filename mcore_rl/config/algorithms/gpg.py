@@ -16,7 +16,7 @@ GROUP_CENTRED_SCALED = Estimator(
 
 GPG_LOSS = PolicyLoss(
     name="gpg",
-    function="mcore_rl.algorithms.losses.policy_gradient:policy_gradient",
+    function="mcore_rl.algorithms.losses.gpg:gpg",
     formula="`-A log p`",
     paper="arXiv:2504.02546",
     needs_old=False,

@@ -108,7 +108,7 @@ PROCESS_REWARD = Role(
 
 PROCESS_AND_OUTCOME = Estimator(
     name="prime",
-    function="mcore_rl.algorithms.advantages.reinforce_plus_plus:reinforce_plus_plus",
+    function="mcore_rl.algorithms.advantages.prime:prime",
     scope=Scope.token,
     formula="`A_t = r_t + gamma A_{t+1}`, `r_t` the process reward, at the end with `R`, both centred; whitened",
     paper="arXiv:2502.01456",
