@@ -269,10 +269,10 @@ def simulated_run(
 
     def keep_rollouts(step: int, rollouts: RolloutBatch, num_tokens: int) -> dict[str, Any]:
         writer.submit(lambda: write_samples(folder, step, "rollouts", sample_rows(step, rollouts.episodes, tokenizer)))
-        return {}
+        return {"num_prompts": 0, "epoch": 0, "position": 0, "again": []}
 
-    async def keep_order(*_: Any) -> None:
-        """The ledger has no line."""
+    async def end(step: int) -> None:
+        """Nothing is recorded for a replay."""
 
     async def next_rollouts(*_: Any) -> RolloutBatch:
         return rollouts
@@ -288,18 +288,17 @@ def simulated_run(
     vars(run).update(
         config=config,
         clock=Clock(),
-        tracker=SimpleNamespace(now=lambda *_: None),
+        tracker=SimpleNamespace(now=lambda *_: None, schedule=lambda *_: None),
         groups=groups,
         rollouts=SimpleNamespace(next=next_rollouts, settle=settle),
         keep_rollouts=keep_rollouts,
-        keep_order=keep_order,
+        recorder=SimpleNamespace(end=end),
         preemption=Preemption(),
-        prepared=SimpleNamespace(models=dict.fromkeys(groups, read_model(model)[2])),
+        prepared=SimpleNamespace(models=dict.fromkeys(groups, read_model(model)[2]), settings_sum=""),
         kl=KlController(config.algorithm.kl_ctrl),
         losses={role.name: config.loss_of(role) for role in config.trained_rows},
         on_accelerator=False,
         devices=DeviceSharing(Placement.colocated, groups[config.policy.name], nothing, weights, restarter),
-        weights=weights,
     )
     return run
 
@@ -323,7 +322,8 @@ async def large(algorithm: str, options: argparse.Namespace, folder: Path, model
     rollouts = rollouts_of(options.sequences, options.tokens)
     stand_in = StandIn.remote()
     ray.get(stand_in.call.remote(message_of(TrainWorker.host, (), {})))
-    originals = {name: getattr(loop, name) for name in PARTS}  # functions that a step calls, where it looks them up
+    # Functions that a step calls, where it looks them up.
+    originals = {name: getattr(loop, name) for name in (*PARTS, "estimate_step")}
     gc.freeze()  # as ``loop.train``
     best: tuple[tuple[float, float], Ledger] | None = None
     for step in range(1, options.repetitions + 1):

@@ -1,5 +1,39 @@
-"""The errors that users' programs catch (docs/from_trl.md)."""
+"""The errors that users' programs catch: all that ours raise (docs/from_trl.md)."""
 
-from mcore_rl.ground.errors import ConfigError, DataError, McoreRLError, Violation
+from mcore_rl.ground.errors import (
+    AlarmError,
+    CheckpointError,
+    ConfigError,
+    DataError,
+    DeadEngineError,
+    DeadWorkerError,
+    DeviceError,
+    McoreRLError,
+    NonFiniteError,
+    RolloutError,
+    RunDirectoryError,
+    SyncError,
+    Violation,
+    WeightMapError,
+    WeightsIncompleteError,
+    WorkerError,
+)
 
-__all__ = ["ConfigError", "DataError", "McoreRLError", "Violation"]
+__all__ = [
+    "AlarmError",
+    "CheckpointError",
+    "ConfigError",
+    "DataError",
+    "DeadEngineError",
+    "DeadWorkerError",
+    "DeviceError",
+    "McoreRLError",
+    "NonFiniteError",
+    "RolloutError",
+    "RunDirectoryError",
+    "SyncError",
+    "Violation",
+    "WeightMapError",
+    "WeightsIncompleteError",
+    "WorkerError",
+]

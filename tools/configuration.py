@@ -84,7 +84,7 @@ REFUSED = {
         "trainer.record_rollouts",
         "trainer.replay",
     ),
-    "generate": ("rollout.partial", "rollout.over_sampling", "rollout.val_kwargs"),
+    "generate": ("rollout.partial", "rollout.over_sampling", "rollout.val_kwargs", "rollout.return_routed_experts"),
     "evaluate": ("reward.judge.path",),
 }
 BLIND = ("actor.microbatch_patches",)  # of trainers that read text alone

@@ -18,7 +18,7 @@ from mcore_rl.config.engine import Precision
 from mcore_rl.config.files import place_of
 from mcore_rl.config.lora import PublishedLora
 from mcore_rl.config.reward import CodeConfig
-from mcore_rl.config.rollout import RolloutConfig, ValidationConfig, rollout_config_violations
+from mcore_rl.config.rollout import RolloutConfig, ValidationConfig, rollout_config_violations, routing_violations
 from mcore_rl.config.trainer import PolicyModelConfig, RayInitConfig
 from mcore_rl.ground.errors import ConfigError, Violation
 
@@ -176,6 +176,7 @@ def _unread_violations(config: GenerateConfig) -> Iterator[Violation]:
 # What holds of every command that draws responses and trains nothing.
 DRAWING: list[CrossCheck[GenerateConfig]] = [
     lambda config: rollout_config_violations(config.rollout),
+    lambda config: routing_violations(config.rollout, "false"),
     lambda config: image_violations(config.data),
     _lora_violations,
     _length_violations,

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 
-from mcore_rl.config.bounds import InputDirectory, NonNegativeInt, PositiveFloat
+from mcore_rl.config.bounds import InputDirectory, NonNegativeFloat, NonNegativeInt, PositiveFloat
 from mcore_rl.config.role import Moves, Never
 from mcore_rl.ground.errors import Violation
 
@@ -63,8 +63,6 @@ class EngineAdapters:
 class LoraConfig:
     """Train adapters instead of the weights: each adapted layer computes ``W x + scale * B (A x)``.
 
-    They have no dropout: updates would be of another policy than the one that sampled.
-
     rank: rows of A and columns of B; 0 trains the weights themselves.
     alpha: the scale is alpha / rank.
     use_rslora: the scale is alpha / sqrt(rank) (arXiv:2312.03732).
@@ -72,6 +70,8 @@ class LoraConfig:
     every linear layer of attention, MLPs and experts, and neither routers nor the output projection; this may be named.
     exclude_modules: names, or the ends of them, of layers that are left out.
     init: see ``AdapterInit``.
+    dropout: 0; of PEFT's adapters, the share of inputs that they leave out in training, which is refused here: updates
+    would be of another policy than the one that sampled.
     path: a directory that PEFT saved, whose adapters are the first values; None: new ones.
     """
 
@@ -81,6 +81,7 @@ class LoraConfig:
     target_modules: list[str] = field(default_factory=lambda: [ALL_LINEAR])
     exclude_modules: list[str] = field(default_factory=list)
     init: AdapterInit = AdapterInit.kaiming
+    dropout: NonNegativeFloat = 0.0
     path: InputDirectory | None = None
 
     @property
@@ -97,6 +98,9 @@ def is_the_base(lora: LoraConfig | None, moves: Moves) -> bool:
 
 def lora_violations(lora: LoraConfig, prefix: str) -> Iterator[Violation]:
     """Contradictions within ``lora``.  prefix: of its keys, with its dot."""
+    if lora.dropout:
+        problem = "leaves inputs out in training, so that updates are of another policy than the one that sampled"
+        yield Violation(f"{prefix}dropout", lora.dropout, problem, "Write 0, as PEFT's default is")
     if not lora.target_modules:
         yield Violation(f"{prefix}target_modules", [], "adapts no layer", f"Write [{ALL_LINEAR}], or rank=0 for none")
     if ALL_LINEAR in lora.target_modules and len(lora.target_modules) > 1:

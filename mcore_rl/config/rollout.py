@@ -24,7 +24,6 @@ from mcore_rl.config.bounds import (
 from mcore_rl.config.engine import Device, Precision
 from mcore_rl.config.lora import PublishedLora
 from mcore_rl.config.model import ModelConfig, RopeType
-from mcore_rl.config.names import IGNORED
 from mcore_rl.config.parallel import parse_sizes
 from mcore_rl.config.vllm_fields import VLLM_FIELDS
 from mcore_rl.ground.errors import Violation
@@ -197,8 +196,8 @@ class RolloutConfig(ServingConfig):
     seed: the seed of all sampling.
     max_prompt_length: the most tokens of a prompt.
     max_response_length: the most tokens after the prompt, whoever wrote them; with tools, all turns and results.
-    return_routed_experts: no key, but what ``actor.router_replay=r3`` asks for: record the experts of every token.  It
-        needs vLLM's model runner V2 and therefore Triton, which the CPU does not have.
+    return_routed_experts: record the experts of every token; needs vLLM's model runner V2 and therefore Triton, which
+        the CPU does not have.  ``actor.router_replay=r3`` sets it; no command reads the record otherwise.
     partial: a step takes the groups that are finished first; unfinished responses are kept with their tokens and go on
         in the next step, with its weights.  For ``trainer.mode=sync``; ``async.max_staleness`` bounds their age.
     over_sampling: groups that are begun beyond those of a step, as a share of ``data.train_batch_size``.
@@ -218,7 +217,7 @@ class RolloutConfig(ServingConfig):
     seed: Seed = 0
     max_prompt_length: PositiveInt = 512
     max_response_length: PositiveInt = 512
-    return_routed_experts: bool = field(default=False, metadata=IGNORED)
+    return_routed_experts: bool = False
     partial: bool = False
     over_sampling: PositiveFloat = 0.5
     lora: PublishedLora = PublishedLora.auto
@@ -237,6 +236,14 @@ class RolloutConfig(ServingConfig):
     def max_model_len(self) -> int:
         """The most tokens of an episode: the longest prompt plus the longest response."""
         return self.max_prompt_length + self.max_response_length
+
+
+def routing_violations(rollout: RolloutConfig, instead: str) -> list[Violation]:
+    """Refuses a written ``return_routed_experts``: what reads the record sets it.  instead: what to write."""
+    if not rollout.return_routed_experts:
+        return []
+    problem = "nobody would read the experts that it records"
+    return [Violation("rollout.return_routed_experts", True, problem, f"Write {instead}")]
 
 
 def parse_rollout_layout(text: str) -> RolloutLayout:

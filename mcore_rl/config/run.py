@@ -42,6 +42,7 @@ from mcore_rl.config.rollout import (
     RolloutConfig,
     ServingConfig,
     rollout_config_violations,
+    routing_violations,
 )
 from mcore_rl.config.router_replay import replay_violations
 from mcore_rl.config.schedule import schedule_violations
@@ -251,6 +252,7 @@ def run_violations(run: RunConfig, *, planned: bool = False) -> list[Violation]:
         lambda run: data_violations(run.data),
         lambda run: algorithm_violations(run.algorithm),
         lambda run: rollout_config_violations(run.rollout),
+        lambda run: routing_violations(run.rollout, "false; actor.router_replay=r3 lets engines record"),
         lambda run: custom_violations(run.custom_reward_function),
         lambda run: reward_model_violations(run.reward_model),
         lambda run: judge_violations(run.reward.judge),

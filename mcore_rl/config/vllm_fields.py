@@ -66,7 +66,7 @@ TAKEN: dict[str, tuple[str, ...]] = {
     "enable_sleep_mode": ("enable_sleep_mode", "enable_cumem_allocator"),
     "moe_backend": ("moe_backend",),
     "quantization": ("quantization", "quantization_config"),
-    ".actor.router_replay": ("enable_return_routed_experts",),
+    "return_routed_experts": ("enable_return_routed_experts",),
 }
 
 # Why -> the fields.  Each entry completes "it ...".

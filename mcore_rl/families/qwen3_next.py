@@ -160,7 +160,7 @@ _QKVZ = hf(HF_LINEAR + "in_proj_qkvz.weight", "delta_qkvz", "hidden")
 _BA = hf(HF_LINEAR + "in_proj_ba.weight", "delta_ba", "hidden")
 _IN_PROJ = Rule(ATTENTION + "in_proj.weight", (_QKVZ, _BA), delta_projections, axis=Axis.tensor, stored_parts=STORED)
 # vLLM keeps both projections as the checkpoint has them, key head by key head.
-_PROJECTIONS = (Rule(tensor.name, (tensor,), split, axis=Axis.tensor) for tensor in (_QKVZ, _BA))
+_PROJECTIONS = tuple(Rule(tensor.name, (tensor,), split, axis=Axis.tensor) for tensor in (_QKVZ, _BA))
 TABLES = hybrid(_IN_PROJ, *_PROJECTIONS) + DENSE_MLP + EXPERTS_TABLES
 
 

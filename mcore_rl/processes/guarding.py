@@ -128,8 +128,8 @@ class GuardedProgram:
 
     def end(self) -> int:
         """Kills them all, and returns the program's exit code as ``subprocess`` gives it: -9 for SIGKILL."""
+        self.kill()  # before the program could see that the socket is closed
         self.socket.close()
-        self.kill()
         try:
             code = self._guard.wait(END_S)
         except subprocess.TimeoutExpired:  # the program stopped its guard; without it, it is killed by the kernel
@@ -165,6 +165,7 @@ class AskedProgram(GuardedProgram):
 
     def end(self) -> int:
         """See ``GuardedProgram.end``; the thread that waits for an answer gets an EOFError or OSError."""
+        self.kill()
         self._connection.close()
         return super().end()
 

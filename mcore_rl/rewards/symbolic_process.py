@@ -11,20 +11,58 @@ import json
 import os
 import resource
 import signal
+import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
-from mcore_rl.ground.secrets import without_secrets
-from mcore_rl.processes.guarding import AskedProgram
-
 LIMIT_S = 5.0  # of processor time
 WAIT_S = 20.0  # by the clock, on a busy machine
 START_S = 120.0
 MEMORY_BYTES = 4 << 30
-MAX_ANSWER = 1 << 20  # bytes
+_PROGRAM = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
+    "from mcore_rl.rewards.symbolic_process import serve; serve(int(sys.argv[1]))"
+)
+
+
+class TooLongError(Exception):
+    """The algebra needs more than ``LIMIT_S`` or ``MEMORY_BYTES``."""
+
+
+class _Process:
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            arguments = [str(theirs.fileno()), json.dumps([str(path) for path in sys.path])]
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", "-c", _PROGRAM, *arguments],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+            )
+        self._connection = Connection(ours.detach())
+        self.answer(START_S)
+
+    def ask(self, question: list[Any]) -> Any:
+        self._connection.send_bytes(json.dumps(question).encode())
+        return self.answer(WAIT_S)
+
+    def answer(self, timeout_s: float) -> Any:
+        if not self._connection.poll(timeout_s):
+            raise TooLongError
+        try:
+            return json.loads(self._connection.recv_bytes(1 << 20))
+        except (EOFError, OSError) as error:
+            raise TooLongError from error
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self._connection.close()
 
 
 class Algebra:
@@ -32,13 +70,13 @@ class Algebra:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._process: AskedProgram | None = None
+        self._process: _Process | None = None
         self._owner = os.getpid()
 
     @property
     def pid(self) -> int | None:
-        """The process id of the guard of the process that runs now; None if there is none."""
-        return None if self._process is None else self._process.guard
+        """The id of the process that runs now; None if there is none."""
+        return None if self._process is None else self._process.process.pid
 
     def equal(self, gold: str, answer: str, limit_s: float | None = None) -> bool:
         """``symbolic.equal``; False if it needs longer than the limits."""
@@ -58,13 +96,12 @@ class Algebra:
             if self._owner != os.getpid():  # a fork does not share its parent's process
                 self._process = None
                 self._owner = os.getpid()
-            if self._process is not None and self._process.has_ended:
+            if self._process is not None and self._process.process.poll() is not None:
                 self._drop()
-            self._process = self._process or _started()
+            self._process = self._process or _Process()
             try:
-                self._process.send(json.dumps([name, arguments, limit_s or LIMIT_S]).encode())
-                return json.loads(self._process.answer(WAIT_S, MAX_ANSWER))
-            except (EOFError, OSError):  # of which one is TimeoutError
+                return self._process.ask([name, arguments, limit_s or LIMIT_S])
+            except (TooLongError, OSError):
                 self._drop()
                 return None
 
@@ -74,17 +111,7 @@ class Algebra:
         self._process = None
 
 
-def _started() -> AskedProgram:
-    process = AskedProgram(__name__, without_secrets(), prints=None)
-    try:
-        process.answer(START_S, MAX_ANSWER)
-    except BaseException:
-        process.end()
-        raise
-    return process
-
-
-def main(descriptor: int) -> None:
+def serve(descriptor: int) -> None:
     """Answers questions on the socket ``descriptor`` until it is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGPROF, signal.SIG_DFL)  # which ends the process

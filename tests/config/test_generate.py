@@ -79,6 +79,7 @@ def test_prompts_are_read_as_training_reads_them() -> None:
         ("rollout.val_kwargs.n=4", "rollout.val_kwargs=...: says how training validates"),
         ("rollout.top_p=0", "rollout.top_p=0.0: must lie in (0, 1]"),
         ("rollout.n=0", "rollout.n=0: must be positive"),
+        ("rollout.return_routed_experts=true", "rollout.return_routed_experts=True: nobody would read"),
     ],
 )
 def test_what_cannot_be_is_refused(override: str, said: str) -> None:

@@ -27,6 +27,11 @@ def test_targets_that_contradict_each_other(targets: list[str], words: str) -> N
     assert violation.key == "actor.lora.target_modules" and words in str(violation)
 
 
+def test_dropout_is_refused_with_the_reason() -> None:
+    (violation,) = lora_violations(LoraConfig(rank=8, dropout=0.05), "actor.lora.")
+    assert violation.key == "actor.lora.dropout" and "another policy" in str(violation) and "Write 0" in str(violation)
+
+
 def _of(*overrides: str) -> list[Violation]:
     words = ("algorithm=ppo", "model.path=m", "data.train_files=[t]", "data.val_files=[v]", *overrides)
     return run_violations(compose(RunConfig, "train", words))

@@ -53,6 +53,11 @@ def test_what_fits_is_accepted(words: tuple[str, ...]) -> None:
             "rollout.enable_prefix_caching=False: vLLM records experts with prefix caching alone, and "
             "actor.router_replay=r3 needs them. Write true, or actor.router_replay=off",
         ),
+        (
+            ("actor.router_replay=r3", "rollout.return_routed_experts=true"),
+            "rollout.return_routed_experts=True: nobody would read the experts that it records. Write false; "
+            "actor.router_replay=r3 lets engines record",
+        ),
     ],
 )
 def test_what_contradicts_it_is_refused(words: tuple[str, ...], message: str) -> None:

@@ -141,6 +141,11 @@ def test_what_one_key_says_holds_for_all_that_follow_it() -> None:
             "data.train_batch_size=1024",
         ),
         ("rollout.max_response_length=9", "rollout.max_response_length=9: differs from data.max_response_length=512"),
+        (
+            "rollout.return_routed_experts=true",
+            "rollout.return_routed_experts=True: nobody would read the experts that it records. Write false; "
+            "actor.router_replay=r3 lets engines record",
+        ),
         # the reward model
         ("reward_model.enable=true", "reward_model.model.path=: is not set. Write reward_model.model.path=DIR"),
         (

@@ -17,6 +17,7 @@ import pytest
 from mcore_rl.config.asynchrony import trains_stale
 from mcore_rl.config.launch import load_recipe
 from mcore_rl.config.run import RunConfig
+from mcore_rl.controller.lifecycle.device_sharing import DeviceSharing
 from mcore_rl.controller.lifecycle.preparation import complete, prepare
 from mcore_rl.controller.loop import train
 from mcore_rl.controller.programs.start import open_run
@@ -76,11 +77,9 @@ async def take(started: Run, folder: Path, name: str, *overrides: str) -> Outcom
     await started.devices.to_trainer()
     for group in started.groups.values():
         await group.load_state(folder / "first" / group.role)
-    assert started.collector is not None and started.weights is not None
-    collector, pool = (
-        RolloutCollector(started.collector.engine, started.collector.scorer, config),
-        started.weights._pool,
-    )
+    assert started.collector is not None and isinstance(started.devices, DeviceSharing)
+    collector = RolloutCollector(started.collector.engine, started.collector.scorer, config)
+    pool = started.devices._engines
     ahead = Ahead(
         collector=collector.over(pool),
         is_dead=lambda: pool.death is not None,

@@ -56,7 +56,7 @@ WRITTEN = {  # a value of each key that a command refuses: sound in itself, and 
     "data.step_labels_key": "steps", "data.end_of_turn": "x", "rollout.partial": "true",
     "actor.microbatch_patches": "1024", "actor.share_prompts": "auto",
     "rollout.over_sampling": "0.25",
-    "rollout.val_kwargs": "{n: 2}", "reward.judge.path": "judge",
+    "rollout.val_kwargs": "{n: 2}", "rollout.return_routed_experts": "true", "reward.judge.path": "judge",
 }  # fmt: skip
 
 

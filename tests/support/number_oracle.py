@@ -54,7 +54,7 @@ ROLE = {
     "parallel.vpp": RANKS,
     "seed": SEED,
 }  # fmt: skip
-ADAPTED = {"lora.rank": COUNT_OR_NONE, "lora.alpha": POSITIVE}
+ADAPTED = {"lora.rank": COUNT_OR_NONE, "lora.alpha": POSITIVE, "lora.dropout": (("-0.1", "0.05", "1"), ("0",))}
 TRAINED = ADAPTED | {"loss_agg_constant": POSITIVE, "ppo_epochs": COUNT, "ppo_mini_batch_size": COUNT}
 PREFERENCE = {
     "beta": POSITIVE,

@@ -98,7 +98,8 @@ def _language_model(directory: Path, rollout: RolloutConfig, platform: Platform,
         violations.append(Violation("rollout.stop", rollout.stop, problem, "Write rollout.stop_token_ids"))
     unrecorded = "the model has no experts" if model.moe is None else why_unrecorded(platform)
     if rollout.return_routed_experts and unrecorded is not None:
-        violations.append(Violation("actor.router_replay", "r3", unrecorded, "Write actor.router_replay=r2, or off"))
+        remedy = "Write rollout.return_routed_experts=false"
+        violations.append(Violation("rollout.return_routed_experts", True, unrecorded, remedy))
     refuse_if_any(violations + memory_violations(directory, rollout, platform, pictures=pictures))
     return model
 
