@@ -14,7 +14,6 @@ import selectors
 import shlex
 import signal
 import socket
-import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -95,7 +94,7 @@ def _run(
     text: str, file: Path | None, words: Sequence[str], environment: Mapping[str, str], known: set[str]
 ) -> tuple[Expanded, str]:
     """(what came of a round, what bash said).  known: names with a slash of programs."""
-    program = GuardedProgram(f"{__package__}.shell_cage", without_secrets(), prints=subprocess.PIPE)
+    program = GuardedProgram(f"{__package__}.shell_cage", without_secrets(), shows=True)
     ours = program.socket
     try:
         with suppress(BrokenPipeError):  # it ended, and says why

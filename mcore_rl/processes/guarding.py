@@ -68,16 +68,16 @@ class GuardedProgram:
 
     module: has ``main``, which is called with the descriptor of its end of ``socket``; found on our ``sys.path``.
     environment: its variables.
-    prints: where, as of ``subprocess``: nowhere, into ``output`` (PIPE), or where this process prints (None).
+    shows: whether ``output`` has what it prints; else that goes nowhere.
     socket: our end, open until ``end``.
     """
 
-    def __init__(self, module: str, environment: dict[str, str], *, prints: int | None = subprocess.DEVNULL) -> None:
+    def __init__(self, module: str, environment: dict[str, str], *, shows: bool = False) -> None:
         self.socket, theirs = socket.socketpair()
         with theirs:
-            self._start(module, theirs, environment, prints)
+            self._start(module, theirs, environment, shows=shows)
 
-    def _start(self, module: str, theirs: socket.socket, environment: dict[str, str], prints: int | None) -> None:
+    def _start(self, module: str, theirs: socket.socket, environment: dict[str, str], *, shows: bool) -> None:
         paths = json.dumps([str(path) for path in sys.path])
         code = f"import json, sys; sys.path[:] = json.loads(sys.argv[2]); from {module} import main"
         command = [sys.executable, "-P", "-c", f"{code}; main(int(sys.argv[1]))", str(theirs.fileno()), paths]
@@ -87,8 +87,8 @@ class GuardedProgram:
             self._guard = subprocess.Popen(
                 guarded(command, reading),
                 stdin=subprocess.DEVNULL,
-                stdout=prints,
-                stderr=None if prints is None else subprocess.STDOUT,
+                stdout=subprocess.PIPE if shows else subprocess.DEVNULL,
+                stderr=subprocess.STDOUT,
                 bufsize=0,
                 pass_fds=[reading, theirs.fileno()],
                 env=environment,
@@ -144,8 +144,8 @@ class AskedProgram(GuardedProgram):
     Its ``main`` opens its end as a ``Connection``, too.  Any thread may ask, one at a time.
     """
 
-    def __init__(self, module: str, environment: dict[str, str], *, prints: int | None = subprocess.DEVNULL) -> None:
-        super().__init__(module, environment, prints=prints)
+    def __init__(self, module: str, environment: dict[str, str], *, shows: bool = False) -> None:
+        super().__init__(module, environment, shows=shows)
         self._connection = Connection(self.socket.detach())
 
     def send(self, message: bytes) -> None:
@@ -157,11 +157,6 @@ class AskedProgram(GuardedProgram):
         if not self._connection.poll(timeout_s):
             raise TimeoutError
         return self._connection.recv_bytes(max_bytes)
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether the program is gone; it has answered all that it was asked."""
-        return self._connection.poll()
 
     def end(self) -> int:
         """See ``GuardedProgram.end``; the thread that waits for an answer gets an EOFError or OSError."""

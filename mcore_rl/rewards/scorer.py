@@ -14,7 +14,6 @@ import math
 import os
 import pickle
 import queue
-import subprocess
 import sys
 import threading
 from collections import Counter
@@ -81,7 +80,7 @@ class _Worker(AskedProgram):
     """A grading process."""
 
     def __init__(self, config: RewardConfig, custom: CustomRewardFunction) -> None:
-        super().__init__(WORKER, without_secrets(custom.env), prints=subprocess.PIPE)
+        super().__init__(WORKER, without_secrets(custom.env), shows=True)
         PRINTS.relay(self.output)
         self._settings = pickle.dumps((config, custom))
         self._is_ready = False

@@ -208,7 +208,7 @@ def test_without_a_cage_nothing_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
     class Bare:
         """A machine whose kernel has no Landlock."""
 
-        def __init__(self, module: str, environment: dict[str, str], *, prints: int) -> None:
+        def __init__(self, module: str, environment: dict[str, str], *, shows: bool) -> None:
             self.socket, theirs = socket.socketpair()
             reading, writing = os.pipe()
             with theirs:

@@ -99,7 +99,7 @@ def test_a_program_that_is_asked_answers_in_its_time(tmp_path: Path, monkeypatch
     monkeypatch.syspath_prepend(tmp_path)
     asked = AskedProgram("echoes", dict(os.environ))
     asked.send(b"word")
-    assert asked.answer(60.0, 100) == b"word" and not asked.has_ended
+    assert asked.answer(60.0, 100) == b"word" and not asked._connection.poll()
     with pytest.raises(TimeoutError):
         asked.answer(0.05, 100)
     asked.send(b"more than that")
@@ -110,4 +110,4 @@ def test_a_program_that_is_asked_answers_in_its_time(tmp_path: Path, monkeypatch
     asked.send(b"end")
     with pytest.raises(EOFError):
         asked.answer(60.0, 100)
-    assert asked.has_ended and asked.end() == 3
+    assert asked._connection.poll() and asked.end() == 3
